@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier asks of an eviction policy.
+
+A policy speaks of *rows*: small numbers that the tier's table gives to blocks and uses again after a
+block has left. So a policy can keep columns instead of objects, and one call serves a whole request.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.int64]
+Held = npt.NDArray[np.int32]
+
+NO_ROW = -1
+
+
+class Policy(Protocol):
+    """A pure object: same calls, same answers. Its owner serialises the calls."""
+
+    def insert(self, row: int, parent: int, size_bytes: int) -> None:
+        """A block entered in `row`; `parent` is the row of the block before it in its chain, or NO_ROW."""
+
+    def insert_all(self, rows: Rows, parents: Rows, sizes: npt.NDArray[np.int64], clocks: Rows) -> None:
+        """Many blocks at once, into an empty policy, oldest `clocks` first to leave (recovery)."""
+
+    def link(self, children: list[int], parent: int) -> None:
+        """The parent of these blocks has entered after them."""
+
+    def touch(self, rows: Rows) -> None:
+        """These blocks of one chain were used, first block first."""
+
+    def remove(self, rows: Rows) -> tuple[Rows, Rows]:
+        """These blocks left for reasons of their own. Returns who lost a parent by it, and which: (rows, parents)."""
+
+    def evict(self, need_bytes: int, held: Held) -> list[int]:
+        """Choose and remove blocks of at least `need_bytes` together, or none at all: [].
+
+        `held[row] > 0` protects a block. A block whose children stay is never chosen.
+        """
+
+    def clocks(self, rows: Rows) -> Rows:
+        """When these blocks were last used, in the policy's own time: lower is longer ago."""

@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier: many blocks in one preallocated file, bounded, and still there after kill -9.
+
+Order of a write: room is made (blocks that leave are erased from the index), the frame is written, its
+index record is written, and only then a lookup sees it. A process that dies in between leaves at worst a
+record or a frame without its counterpart, and neither can be taken for a block: reads verify the frame
+against the address that was asked for.
+
+The bound covers everything in the folder. The data file grows step by step and its space is used again
+in place; it never shrinks while open, so a full cache writes to extents that the filesystem has long
+allocated.
+
+Locking: `_lock` guards table and space and is never held during I/O on frames. A row that is being read
+or written is held, so neither its place nor its record can change meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.deadline import NEVER, Deadline
+from kvtide.errors import Closed, ConfigError, Damaged, Truncated
+from kvtide.frame import Frame, Memory, verify
+from kvtide.keys import Address, Digest, Key, Shelf
+from kvtide.memory.arena import round_up
+from kvtide.policy.leaf_lru import LeafLru
+from kvtide.policy.policy import NO_ROW, Policy
+from kvtide.tiers.disk import recovery
+from kvtide.tiers.disk.data import DataFile, Piece, runs
+from kvtide.tiers.disk.files import ALIGNMENT, RawFile, supports_direct
+from kvtide.tiers.disk.folder import DATA, INDEX, Folder
+from kvtide.tiers.disk.index import IndexFile, block_records, shelf_record
+from kvtide.tiers.space import Space
+from kvtide.tiers.table import BlockTable
+from kvtide.tiers.tier import Outcome, Tier, TierStats, Traits
+
+log = logging.getLogger(__name__)
+
+BYTES_MIN = 1 << 20  # below this the bookkeeping would not leave room for blocks
+_OVERHEAD_BYTES = 64 << 10  # lock file, index head, and what the filesystem needs to describe the files
+_INDEX_SHARE = 256  # at least 1/256 of the bound is kept for the index: enough for frames of 32 KiB on average
+_GROW_BYTES_MAX = 1 << 30
+_GROW_AGAIN_S = 10
+_SYNC_S = 5.0
+
+OpenFile = Callable[..., RawFile]
+
+
+class DiskTier(Tier):
+    """See the module's text. `bytes_written_daily_max`: None for no budget; days are UTC."""
+
+    def __init__(
+        self,
+        folder: Path,
+        bytes_max: int,
+        *,
+        policy: Policy | None = None,
+        io_threads: int = 4,
+        bytes_written_daily_max: int | None = None,
+        open_file: OpenFile = RawFile,
+        today: Callable[[], int] = lambda: int(time.time() // 86_400),
+    ) -> None:
+        if bytes_max < BYTES_MIN:
+            raise ConfigError(f"disk.bytes_max is {bytes_max}, which holds not one block: give it {BYTES_MIN} or more")
+        self.bytes_max = bytes_max // ALIGNMENT * ALIGNMENT
+        self.traits = Traits(
+            name="disk",
+            durable=True,
+            shared=False,
+            enumerable=True,
+            checksummed=True,
+            alignment=ALIGNMENT,
+            frame_bytes_max=self._data_limit(0),
+        )
+        self._path = folder
+        self._policy = policy
+        self._io_threads = io_threads
+        self._daily_max = bytes_written_daily_max
+        self._open_file = open_file
+        self._today = today
+        self._lock = threading.Lock()
+        self._stats = TierStats(bytes_max=self.bytes_max)
+        self._state = "new"
+
+    # Opening and closing -----------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self._folder = Folder(self._path)
+        try:
+            self._open_files()
+        except OSError as error:
+            self._folder.close()
+            raise ConfigError(
+                f"disk.folder {self._path} cannot be used: {error.strerror}; free some space or name another folder",
+                folder=str(self._path),
+            ) from error
+        except BaseException:
+            self._folder.close()
+            raise
+        self._pool = ThreadPoolExecutor(self._io_threads, "kvtide-disk")
+        self._state = "open"
+
+    def _open_files(self) -> None:
+        self.is_direct = supports_direct(self._path)
+        step = max(ALIGNMENT, min(1 << 20, self.bytes_max // 1024 // ALIGNMENT * ALIGNMENT))
+        self._index = IndexFile(self._path / INDEX, self._open_file, step_bytes=step)
+        self._data = DataFile(self._path / DATA, partial(self._open_file, direct=self.is_direct))
+        limit = self._data_limit(self._index.allocated_bytes)
+        if self._data.size_bytes > limit:  # the bound was lowered, or another version was more generous
+            self._data.truncate(limit)
+        self.table = BlockTable(self._policy or LeafLru())
+        self._freed: list[int] = []  # rows whose records are yet to be erased
+        self._space = Space(self.table, on_evict=lambda row: None, on_free=self._freed.append)
+        self._space.extents.grow(self._data.size_bytes // ALIGNMENT * ALIGNMENT)
+        self.recovered = recovery.load(self._index, self._space)
+        self._freed.clear()
+        self._shelf_rows = self.recovered.shelf_rows
+        self._clock = self.recovered.clock
+        self._pending: dict[Address, int] = {}  # being written, and in which row; NO_ROW: cleared meanwhile
+        self._grow_again_at_s = 0.0
+        self._day, self._day_bytes = self._index.read_day()
+        self._synced_at_s = time.monotonic()
+
+    def close(self) -> None:
+        if self._state != "open":
+            return
+        self._state = "closed"
+        self._pool.shutdown(wait=True)
+        recovery.save_clocks(self._index, self.table)
+        self._index.write_day(self._day, self._day_bytes)
+        self._data.sync()
+        self._index.sync()
+        self._data.close()
+        self._index.close()
+        self._folder.close()
+
+    # Reading -----------------------------------------------------------------------------------------------
+
+    def lookup(self, shelf: Shelf, keys: Sequence[Key], deadline: Deadline = NEVER) -> npt.NDArray[np.int64]:
+        with self._lock:
+            rows = self.table.find(shelf, keys)
+            return np.where(rows == NO_ROW, 0, self.table.frame_bytes[rows])
+
+    def read(self, addresses: Sequence[Address], into: Sequence[Memory], deadline: Deadline = NEVER) -> list[Outcome]:
+        self._check_open()
+        outcomes = [Outcome.MISS] * len(addresses)
+        pieces = self._hold_for_reading(addresses, into)
+        # The pool only moves bytes; this thread verifies what has arrived while the rest is under way.
+        for run, error, whole in self._each_done(self._read_run, runs(pieces), deadline):
+            for i, piece in enumerate(run):
+                outcomes[piece.at] = self._verified(piece, addresses[piece.at], error, is_whole=i < whole)
+        with self._lock:
+            for outcome in outcomes:
+                self._stats.count("read", outcome)
+        return outcomes
+
+    def _hold_for_reading(self, addresses: Sequence[Address], into: Sequence[Memory]) -> list[Piece]:
+        pieces = []
+        with self._lock:
+            for at, (address, memory) in enumerate(zip(addresses, into, strict=True)):
+                row = self.table.row(address)
+                if row == NO_ROW:
+                    continue
+                frame_bytes = int(self.table.frame_bytes[row])
+                assert len(memory) >= frame_bytes, "read into less memory than lookup asked for"
+                self.table.held[row] += 1
+                pieces.append(Piece(at, row, int(self.table.offset[row]), memory[:frame_bytes]))
+            if pieces:
+                self.table.policy.touch(np.array([piece.row for piece in pieces]))
+        return pieces
+
+    def _read_run(self, run: list[Piece], deadline: Deadline) -> int:
+        if deadline.has_passed:
+            raise TimeoutError
+        return self._data.read(run)
+
+    def _verified(self, piece: Piece, address: Address, error: OSError | None, *, is_whole: bool) -> Outcome:
+        outcome = _outcome_of(error)
+        if error is None:
+            try:
+                if not is_whole:
+                    raise Truncated("the data file ends before the frame does")
+                verify(piece.memory, address)
+            except Damaged as damage:
+                outcome = Outcome.CORRUPT
+                log.warning("disk.damaged kind=%s offset=%d", damage.kind, piece.offset)
+        if outcome in (Outcome.CORRUPT, Outcome.ERROR):
+            piece.memory[:] = 0
+        with self._lock:
+            if outcome is Outcome.HIT:
+                self._stats.read_bytes += len(piece.memory)
+            elif outcome is not Outcome.TIMEOUT:
+                self._hide([piece.row])
+            if outcome is not Outcome.ERROR:
+                self._let_go(piece.row)
+            # After an error of the device the row stays held: its place is not used again and its record
+            # not erased, so that the block is tried once more after the next open.
+        return outcome
+
+    def _hide(self, rows: list[int]) -> None:
+        """Make blocks invisible that are not hidden already (two readers may find the same damage)."""
+        if visible := [row for row in rows if self.table.shelf[row] != NO_ROW]:
+            self.table.hide(visible)
+
+    def _let_go(self, row: int) -> None:
+        self.table.held[row] -= 1
+        if not self.table.held[row] and self.table.shelf[row] == NO_ROW:
+            self._space.free(row)
+            self._erase_freed()
+
+    # Writing -----------------------------------------------------------------------------------------------
+
+    def write(self, frames: Sequence[Frame], deadline: Deadline = NEVER) -> list[Outcome]:
+        self._check_open()
+        outcomes = [Outcome.REJECTED] * len(frames)
+        pieces = self._make_room(frames, outcomes)
+        # This thread seals the next frames while the pool writes those before.
+        seal = partial(_seal, frames)
+        for run, error, _ in self._each_done(self._write_run, runs(pieces), deadline, before=seal):
+            error = error or self._write_records(run, frames)
+            self._settle(run, frames, error, outcomes)
+        with self._lock:
+            for outcome in outcomes:
+                self._stats.count("write", outcome)
+        self._sync_sometimes()
+        return outcomes
+
+    def _make_room(self, frames: Sequence[Frame], outcomes: list[Outcome]) -> list[Piece]:
+        """Take a row and a place for each frame that needs one; `outcomes` says why others get none."""
+        pieces: list[Piece] = []
+        with self._lock:
+            for at, frame in enumerate(frames):
+                outcomes[at] = self._refusal(frame)
+                if outcomes[at] is not Outcome.MISS:
+                    continue
+                row = self._take(frame)
+                if row == NO_ROW:
+                    outcomes[at] = Outcome.REJECTED
+                    continue
+                self._pending[frame.address] = row
+                self._day_bytes += frame.header.frame_bytes
+                pieces.append(Piece(at, row, int(self.table.offset[row]), frame.memory[: frame.header.frame_bytes]))
+            self._erase_freed()  # before any of the freed places is written to
+        return pieces
+
+    def _refusal(self, frame: Frame) -> Outcome:
+        """Why this frame is not to be written; MISS: no reason, it is welcome."""
+        if self.table.row(frame.address) != NO_ROW:
+            return Outcome.HIT
+        if frame.address in self._pending:
+            return Outcome.PENDING
+        if frame.header.frame_bytes > self.traits.frame_bytes_max:
+            return Outcome.REJECTED
+        if self._daily_max is not None:
+            if (today := self._today()) != self._day:
+                self._day, self._day_bytes = today, 0
+            if self._day_bytes + frame.header.frame_bytes > self._daily_max:
+                return Outcome.THROTTLED
+        return Outcome.MISS
+
+    def _take(self, frame: Frame) -> int:
+        if not self._has_row() or not self._has_shelf(frame.header.shelf) or not self._has_row():
+            return NO_ROW
+        extent = round_up(frame.header.frame_bytes)
+        offset = self._space.extents.take(extent)
+        while offset < 0 and self._grow_data(extent):
+            offset = self._space.extents.take(extent)
+        if offset < 0:
+            offset = self._space.take(extent)
+        return NO_ROW if offset < 0 else self.table.take_row(offset, extent, frame.header.frame_bytes)
+
+    def _write_run(self, run: list[Piece], deadline: Deadline) -> int:
+        if deadline.has_passed:
+            raise TimeoutError
+        self._data.write(run)
+        return len(run)
+
+    def _write_records(self, run: list[Piece], frames: Sequence[Frame]) -> OSError | None:
+        """The frames are on the medium; now the index may say so."""
+        run.sort(key=lambda piece: piece.row)
+        headers = [frames[piece.at].header for piece in run]
+        rows = [piece.row for piece in run]
+        records = block_records(len(run))
+        records["key"] = np.frombuffer(b"".join(header.key for header in headers), "V32")
+        records["parent"] = np.frombuffer(b"".join(header.parent for header in headers), "V32")
+        with self._lock:
+            records["offset"] = self.table.offset[rows]
+            records["frame_bytes"] = self.table.frame_bytes[rows]
+            records["shelf"] = [self.table.shelf_id(header.shelf) for header in headers]
+            self._clock += 1
+            records["clock"] = self._clock
+        try:
+            self._index.write(rows, records)
+        except OSError as error:
+            return error
+        return None
+
+    def _settle(
+        self, run: list[Piece], frames: Sequence[Frame], error: OSError | None, outcomes: list[Outcome]
+    ) -> None:
+        """A run's frames become visible, or give back what they took."""
+        with self._lock:
+            for piece in run:
+                frame = frames[piece.at]
+                outcomes[piece.at] = _outcome_of(error)
+                is_cleared = self._pending.pop(frame.address) != piece.row
+                if is_cleared:
+                    outcomes[piece.at] = Outcome.REJECTED
+                if (
+                    error is None
+                    and not is_cleared
+                    and self.table.insert(piece.row, frame.address, frame.header.parent)
+                ):
+                    self._stats.written_bytes += len(piece.memory)
+                self._let_go(piece.row)
+
+    # Room --------------------------------------------------------------------------------------------------
+
+    def _data_limit(self, index_bytes: int) -> int:
+        """How large the data file may get beside an index of that size."""
+        index_share = max(index_bytes, self.bytes_max // _INDEX_SHARE)
+        return (self.bytes_max - _OVERHEAD_BYTES - index_share) // ALIGNMENT * ALIGNMENT
+
+    def _grow_data(self, extent: int) -> bool:
+        size, limit = self._space.extents.capacity_bytes, self._data_limit(self._index.allocated_bytes)
+        target = min(limit, size + max(extent, min(_GROW_BYTES_MAX, self.bytes_max // 64 // ALIGNMENT * ALIGNMENT)))
+        if target <= size or not self._try_to_grow(partial(self._data.grow, target)):
+            return False
+        self._space.extents.grow(target)
+        return True
+
+    def _has_row(self) -> bool:
+        """Is there, or can there be, a record for one more row?"""
+        if self.table.has_free_row or self.table.rows < self._index.rows_allocated:
+            return True
+        after = self._index.bytes_after_growing() + self._data.size_bytes + _OVERHEAD_BYTES
+        if after <= self.bytes_max and self._try_to_grow(self._index.grow):
+            return True
+        return self._space.evict(1) > 0  # a block leaves so that its record can be used again
+
+    def _try_to_grow(self, grow: Callable[[], None]) -> bool:
+        """Ask the device for more room; when it has none, work with what there is and ask again later."""
+        if time.monotonic() < self._grow_again_at_s:
+            return False
+        try:
+            grow()
+        except OSError as error:
+            self._grow_again_at_s = time.monotonic() + _GROW_AGAIN_S
+            log.warning("disk.cannot_grow folder=%s error=%s next_try_s=%d", self._path, error.strerror, _GROW_AGAIN_S)
+            return False
+        return True
+
+    def _has_shelf(self, shelf: Shelf) -> bool:
+        """Give a new shelf its record, before any block on it has one."""
+        if self.table.knows(shelf):
+            return True
+        number = self.table.shelf_id(shelf)
+        if number == NO_ROW:
+            return False
+        if number not in self._shelf_rows:
+            self._shelf_rows[number] = self.table.take_row(0, 0, 0)
+        try:
+            self._index.write([self._shelf_rows[number]], shelf_record(shelf, number))
+        except OSError as error:
+            log.warning("disk.shelf_not_written error=%s", error.strerror)
+        return True
+
+    def _erase_freed(self) -> None:
+        """Erase the records of rows whose place is free again. Should it fail, reads still find out."""
+        try:
+            self._index.erase(self._freed)
+        except OSError as error:
+            log.warning("disk.not_erased records=%d error=%s", len(self._freed), error.strerror)
+        self._freed.clear()
+
+    # The rest ----------------------------------------------------------------------------------------------
+
+    def delete(self, addresses: Sequence[Address]) -> list[Outcome]:
+        self._check_open()
+        with self._lock:
+            rows = [self.table.row(address) for address in addresses]
+            self._forget([row for row in dict.fromkeys(rows) if row != NO_ROW])
+        return [Outcome.MISS if row == NO_ROW else Outcome.HIT for row in rows]
+
+    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
+        self._check_open()
+        with self._lock:
+            rows = self.table.of(namespace, tenant)
+            self._forget(rows)
+            for address in self._pending:  # a write that is under way must not bring one back
+                if namespace in (None, address.shelf.namespace) and tenant in (None, address.shelf.tenant):
+                    self._pending[address] = NO_ROW
+        self._index.sync()
+        return len(rows)
+
+    def _forget(self, rows: list[int]) -> None:
+        if not rows:
+            return
+        self.table.hide(rows)
+        self._freed += rows
+        self._erase_freed()
+        for row in rows:
+            if not self.table.held[row]:
+                self._space.free(row)
+        self._freed.clear()
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            stats = copy.deepcopy(self._stats)
+            stats.blocks = self.table.blocks
+            stats.bytes_used = self._space.used_bytes
+            stats.evicted_blocks = self._space.evicted_blocks
+            return stats
+
+    def _each_done(
+        self,
+        move: Callable[[list[Piece], Deadline], int],
+        grouped: list[list[Piece]],
+        deadline: Deadline,
+        before: Callable[[list[Piece]], None] = lambda run: None,
+    ) -> Iterator[tuple[list[Piece], OSError | None, int]]:
+        """Move runs in parallel and yield each as it ends: the run, its error, how many pieces were moved."""
+        futures: dict[Future[int], list[Piece]] = {}
+        try:
+            for run in grouped:
+                before(run)
+                futures[self._pool.submit(move, run, deadline)] = run
+            for future in as_completed(futures):
+                error = future.exception()
+                if error is not None and not isinstance(error, OSError):
+                    raise error
+                yield futures[future], error, 0 if error else future.result()
+        finally:
+            wait(futures)  # the memory is the caller's again only when the kernel is done with it
+
+    def _sync_sometimes(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._synced_at_s > _SYNC_S:
+            self._synced_at_s = now_s
+            self._pool.submit(self._sync)
+
+    def _sync(self) -> None:
+        try:
+            self._index.write_day(self._day, self._day_bytes)
+            self._data.sync()
+            self._index.sync()
+        except OSError as error:
+            log.warning("disk.not_synced error=%s", error.strerror)
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise Closed("the disk tier is not open")
+
+
+def _seal(frames: Sequence[Frame], run: list[Piece]) -> None:
+    for piece in run:
+        frames[piece.at].seal()
+
+
+def _outcome_of(error: OSError | None) -> Outcome:
+    if error is None:
+        return Outcome.HIT
+    if isinstance(error, TimeoutError):
+        return Outcome.TIMEOUT
+    log.warning("disk.io_failed error=%s", error)
+    return Outcome.ERROR

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a local tier: addresses to rows, rows to columns.
+
+One dict per shelf, so that a lookup never sees a block of another tenant, scope, namespace or part;
+columns instead of objects, so that a million blocks cost neither memory nor garbage collection. The table
+also tells the policy which block is whose parent, whatever order they arrive in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.frame import NO_PARENT
+from kvtide.keys import Address, Digest, Key, Part, Shelf
+from kvtide.policy.policy import NO_ROW, Held, Policy, Rows
+
+SHELVES_MAX = 65_536
+_ROWS_AT_FIRST = 1024
+
+
+class BlockTable:
+    """No locks: its tier has one. A row is *taken* first and becomes visible with `insert`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.blocks = 0
+        self.offset: npt.NDArray[np.int64] = np.zeros(_ROWS_AT_FIRST, np.int64)  # where it is on the medium
+        self.extent: npt.NDArray[np.int64] = np.zeros(_ROWS_AT_FIRST, np.int64)  # how many bytes it takes there
+        self.frame_bytes: npt.NDArray[np.int64] = np.zeros(_ROWS_AT_FIRST, np.int64)
+        self.shelf: npt.NDArray[np.int32] = np.full(_ROWS_AT_FIRST, NO_ROW, np.int32)
+        self.held: Held = np.zeros(_ROWS_AT_FIRST, np.int32)  # readers, writers and pins that need it to stay
+        self.key: list[Key | None] = []
+        self._free_rows: list[int] = []
+        self._shelf_ids: dict[Shelf, int] = {}
+        self._shelves: list[Shelf] = []
+        self._indexes: list[dict[Key, int]] = []
+        # Blocks whose parent is not here (yet): found again by the parent's key when it arrives.
+        self._orphans: dict[tuple[int, Key], list[int]] = {}
+        self._orphan_of: dict[int, tuple[int, Key]] = {}
+
+    @property
+    def rows(self) -> int:
+        """One more than the highest row ever taken."""
+        return len(self.key)
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    @property
+    def visible(self) -> Rows:
+        """The rows of all blocks."""
+        return np.flatnonzero(self.shelf[: self.rows] != NO_ROW)
+
+    def shelf_id(self, shelf: Shelf) -> int:
+        """The number of a shelf; new ones get one, emptied ones lose theirs when SHELVES_MAX are known.
+
+        NO_ROW when every shelf is in use: the caller rejects the block.
+        """
+        known = self._shelf_ids.get(shelf)
+        if known is not None:
+            return known
+        if len(self._shelves) < SHELVES_MAX:
+            known = len(self._shelves)
+            self._shelves.append(shelf)
+            self._indexes.append({})
+        else:
+            known = next((i for i, index in enumerate(self._indexes) if not index), NO_ROW)
+            if known == NO_ROW:
+                return NO_ROW
+            del self._shelf_ids[self._shelves[known]]
+            self._shelves[known] = shelf
+        self._shelf_ids[shelf] = known
+        return known
+
+    def knows(self, shelf: Shelf) -> bool:
+        return shelf in self._shelf_ids
+
+    def find(self, shelf: Shelf, keys: Sequence[Key]) -> Rows:
+        """The row of each key, NO_ROW where it is not here."""
+        known = self._shelf_ids.get(shelf)
+        if known is None:
+            return np.full(len(keys), NO_ROW, np.int64)
+        return np.fromiter(map(self._indexes[known].get, keys, repeat(NO_ROW)), np.int64, len(keys))
+
+    def row(self, address: Address) -> int:
+        known = self._shelf_ids.get(address.shelf)
+        return NO_ROW if known is None else self._indexes[known].get(address.key, NO_ROW)
+
+    def address(self, row: int) -> Address:
+        key = self.key[row]
+        assert key is not None
+        return Address(self._shelves[self.shelf[row]], key)
+
+    def take_row(self, offset: int, extent: int, frame_bytes: int) -> int:
+        """A row for a block that is not visible yet. It is held once: by whoever fills it."""
+        if self._free_rows:
+            row = self._free_rows.pop()
+        else:
+            row = len(self.key)
+            self.key.append(None)
+            if row == len(self.held):
+                self._grow()
+        self.offset[row], self.extent[row], self.frame_bytes[row] = offset, extent, frame_bytes
+        self.held[row] = 1
+        return row
+
+    def insert(self, row: int, address: Address, parent: Key) -> bool:
+        """Make a taken row visible under its address. False, and nothing done, when there is no shelf for it."""
+        shelf, key = self.shelf_id(address.shelf), address.key
+        if shelf == NO_ROW:
+            return False
+        index = self._indexes[shelf]
+        assert key not in index and self.shelf[row] == NO_ROW
+        index[key] = row
+        self.key[row] = key
+        self.shelf[row] = shelf
+        self.blocks += 1
+        parent_row = NO_ROW if parent == NO_PARENT else index.get(parent, NO_ROW)
+        self.policy.insert(row, parent_row, int(self.extent[row]))
+        if parent != NO_PARENT and parent_row == NO_ROW:
+            self._orphan(row, shelf, parent)
+        if children := self._orphans.pop((shelf, key), None):
+            self.policy.link(children, row)
+            for child in children:
+                del self._orphan_of[child]
+        return True
+
+    def hide(self, rows: list[int], *, is_evicted: bool = False) -> None:
+        """Make blocks invisible; their rows stay taken. `is_evicted`: the policy has removed them itself."""
+        if not is_evicted:
+            children, parents = self.policy.remove(np.array(rows, np.int64))
+            for child, parent in zip(children.tolist(), parents.tolist(), strict=True):
+                key = self.key[parent]
+                assert key is not None
+                self._orphan(child, int(self.shelf[child]), key)
+        for row in rows:
+            key = self.key[row]
+            assert key is not None
+            del self._indexes[self.shelf[row]][key]
+            self.shelf[row] = NO_ROW
+            self.key[row] = None
+            if row in self._orphan_of:
+                self._forget_orphan(row)
+        self.blocks -= len(rows)
+
+    def free_row(self, row: int) -> None:
+        """Give a taken, invisible row back."""
+        assert self.shelf[row] == NO_ROW
+        self.held[row] = 0
+        self.extent[row] = 0
+        self._free_rows.append(row)
+
+    def load(
+        self,
+        shelves: dict[int, Shelf],
+        reserved_rows: list[int],
+        rows: Rows,
+        shelf: npt.NDArray[np.int32],
+        keys: list[Key],
+        parents: list[Key],
+        extents: tuple[Rows, Rows, Rows],
+        clocks: Rows,
+    ) -> None:
+        """Fill an empty table with blocks that a medium has kept, and take rows that it needs for itself.
+
+        `extents`: offset, extent and frame_bytes of each block; everything else is parallel to `rows` too.
+        """
+        assert not self.key and not self._shelves
+        self._load_shelves(shelves)
+        high = max(int(rows.max()) + 1 if len(rows) else 0, reserved_rows[-1] + 1 if reserved_rows else 0)
+        while len(self.held) < high:
+            self._grow()
+        self.offset[rows], self.extent[rows], self.frame_bytes[rows] = extents
+        self.shelf[rows] = shelf
+        self.held[reserved_rows] = 1
+        parent_rows = np.full(len(rows), NO_ROW, np.int64)
+        for number in shelves:
+            index = self._indexes[number]
+            at = np.arange(len(rows)) if len(shelves) == 1 else np.flatnonzero(shelf == number)
+            places = at.tolist()
+            index.update(zip((keys[i] for i in places), rows[at].tolist(), strict=True))
+            found = map(index.get, (parents[i] for i in places), repeat(NO_ROW))
+            parent_rows[at] = np.fromiter(found, np.int64, len(places))
+        self.key = [None] * high
+        for row, key in zip(rows.tolist(), keys, strict=True):
+            self.key[row] = key
+        self.policy.insert_all(rows, parent_rows, extents[1], clocks)
+        for i in np.flatnonzero(parent_rows == NO_ROW).tolist():
+            if parents[i] != NO_PARENT:
+                self._orphan(int(rows[i]), int(shelf[i]), parents[i])
+        is_free = np.ones(high, np.bool_)
+        is_free[rows] = is_free[reserved_rows] = False
+        self._free_rows = np.flatnonzero(is_free)[::-1].tolist()
+        self.blocks = len(rows)
+
+    def _load_shelves(self, shelves: dict[int, Shelf]) -> None:
+        for number in range(max(shelves, default=-1) + 1):
+            # A number whose record was lost: empty, and thereby the next to be given out again.
+            lost = Shelf(Digest(bytes(32)), Digest(bytes(32)), Digest(number.to_bytes(32, "little")), Part())
+            shelf = shelves.get(number, lost)
+            self._shelf_ids[shelf] = number
+            self._shelves.append(shelf)
+            self._indexes.append({})
+
+    def of(self, namespace: Digest | None, tenant: Digest | None) -> list[int]:
+        """The rows of this namespace and this tenant (None: of any)."""
+        wanted = [
+            known
+            for shelf, known in self._shelf_ids.items()
+            if namespace in (None, shelf.namespace) and tenant in (None, shelf.tenant)
+        ]
+        return [row for known in wanted for row in self._indexes[known].values()]
+
+    def _orphan(self, row: int, shelf: int, parent: Key) -> None:
+        self._orphans.setdefault((shelf, parent), []).append(row)
+        self._orphan_of[row] = (shelf, parent)
+
+    def _forget_orphan(self, row: int) -> None:
+        place = self._orphan_of.pop(row)
+        siblings = self._orphans[place]
+        siblings.remove(row)
+        if not siblings:
+            del self._orphans[place]
+
+    def _grow(self) -> None:
+        more = len(self.held)
+        self.offset = np.concatenate((self.offset, np.zeros(more, np.int64)))
+        self.extent = np.concatenate((self.extent, np.zeros(more, np.int64)))
+        self.frame_bytes = np.concatenate((self.frame_bytes, np.zeros(more, np.int64)))
+        self.shelf = np.concatenate((self.shelf, np.full(more, NO_ROW, np.int32)))
+        self.held = np.concatenate((self.held, np.zeros(more, np.int32)))
