@@ -105,9 +105,7 @@ class Part:
             raise ValueError("part: all layers (layer_count 0) begin at layer_first 0")
 
     def pack(self) -> bytes:
-        return _PART.pack(
-            self.group, self.rank, self.ranks, self.layer_first, self.layer_count, _PART_RESERVED
-        )
+        return _PART.pack(self.group, self.rank, self.ranks, self.layer_first, self.layer_count, _PART_RESERVED)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
@@ -134,7 +132,8 @@ class Namespace:
     kv_dtype: str
     # Quantised KV means nothing without the scales it was divided by. Digest of them; "" = not quantised.
     kv_scales: str = ""
-    # The shape of the tensors. Equal byte counts do not imply equal shapes: 8 heads of 64 are 4 heads of 128.
+    # The shape of the whole model's tensors, whatever a rank holds of them. Equal sizes are not equal shapes:
+    # 8 heads of 64 take the bytes of 4 heads of 128.
     layers: int
     kv_heads: int = 0
     head_size: int = 0
@@ -153,8 +152,8 @@ class Namespace:
     # An adapter changes the projections that make the KV. Digest of its weights and scale, since names get
     # reused for new weights; "" = none.
     adapter: str = ""
-    # Whose digests the keys come from, see `engine_origin`; "" = our own chain. Another seed or algorithm of
-    # an engine's hash could give one digest to two prompts.
+    # An engine's digest stands for a prompt only together with the algorithm, seed and version that made it.
+    # See `engine_origin`; "" = our own chain.
     hash_origin: str = ""
     format_version: int = FORMAT_VERSION
 
@@ -179,6 +178,7 @@ class Namespace:
             raise ConfigError("namespace: rope is not in canonical form; build it with rope_params()")
 
     def digest(self) -> Digest:
+        """Digest every field behind its name, so that no two different namespaces are one message."""
         fields = self._encoded_fields()
         encoded = b"".join(_prefixed(name.encode()) + fields[name] for name in sorted(fields))
         return Digest(sha256(_prefixed(_NAMESPACE_TAG) + encoded).digest())
@@ -228,6 +228,8 @@ class Shelf:
 
 
 class Address(NamedTuple):
+    """Where one part of one block stands."""
+
     shelf: Shelf
     key: Key
 
@@ -283,10 +285,12 @@ def engine_origin(engine: str, *, algorithm: str, seed: str, version: str) -> st
 
 
 def tenant_digest(name: str) -> Digest:
+    """Stand in for a tenant on media and in logs. The secret is no input, so nobody can guess at it here."""
     return _name_digest(_TENANT_TAG, name)
 
 
 def scope_digest(name: str) -> Digest:
+    """Stand in for a scope inside a tenant. Never equal to the digest of a tenant of the same name."""
     return _name_digest(_SCOPE_TAG, name)
 
 
@@ -306,9 +310,7 @@ def derive_root(tenant_secret: bytes, namespace: Digest, scope: Digest) -> Key:
     return Key(hmac.digest(tenant_secret, message, "sha256"))
 
 
-def chain(
-    parent: Key, tokens: Tokens, block_tokens: int, extras: Sequence[Extra] = (), position: int = 0
-) -> list[Key]:
+def chain(parent: Key, tokens: Tokens, block_tokens: int, extras: Sequence[Extra] = (), position: int = 0) -> list[Key]:
     """Give one key for each full block of `tokens`; a tail shorter than a block has none.
 
     From the start of a prompt, `parent` is the root and `position` 0. To go on where an earlier call ended,
@@ -317,8 +319,8 @@ def chain(
     same extras can be passed each time; those before `position` are in `parent` already.
     An extra changes the key of its block and of all later blocks.
 
-    Takes lists and tuples, and without copying what numpy can see as 32-bit integers. ValueError for an id
-    that does not fit u32, TypeError for tokens that are no integers.
+    Takes lists and tuples of numbers, and whatever numpy sees as integers, without a copy if they have 32 bits.
+    ValueError for an id that is no u32, in the tail too; TypeError for an array of anything but integers.
     """
     _check_digest("chain: parent", parent)
     if not 1 <= block_tokens <= _U32_MAX:
@@ -339,9 +341,7 @@ def chain(
     return cast(list[Key], keys)
 
 
-def from_engine_digests(
-    root: Key, origin: str, digests: Sequence[bytes], pages_per_block: int = 1
-) -> list[Key]:
+def from_engine_digests(root: Key, origin: str, digests: Sequence[bytes], pages_per_block: int = 1) -> list[Key]:
     """Give one key for each full block of an engine's own page digests, in their order.
 
     The digests must be chained, each covering all pages before it: then the last page of a block tells the
@@ -426,7 +426,7 @@ def _array_bytes(numbers: npt.NDArray[np.integer]) -> memoryview:
     if is_signed and numbers.itemsize == _U32.size:
         # Without a negative among them the bits are the same with and without a sign: no copy needed.
         numbers = numbers.view(f"{numbers.dtype.byteorder}u4")
-    return np.ascontiguousarray(numbers, dtype="<u4").data.cast("B")
+    return np.ascontiguousarray(numbers, dtype="<u4").view(np.uint8).data
 
 
 def _encode(value: object) -> bytes:

@@ -49,7 +49,8 @@ class DramTier(Tier):
         self.table = BlockTable(policy or LeafLru())
         self.header: list[Header | None] = []
         self.generation: list[int] = []  # counts the uses of a row, so that a late publish is known as late
-        self.on_evict: Callable[[int], None] = lambda row: None
+        self.on_evict: Callable[[int], None] = _unheard  # hears of each block before it leaves
+        self.on_free: Callable[[int], None] = _unheard
         self._huge_pages = huge_pages
         self._space = Space(self.table, on_evict=lambda row: self.on_evict(row), on_free=self._forget)
         self._space.extents.grow(self.bytes_max)
@@ -71,21 +72,24 @@ class DramTier(Tier):
     def free_bytes(self) -> int:
         return self._space.extents.free_bytes
 
-    def take(self, header: Header) -> int:
-        """A row with a slot for this frame, held once by the caller; NO_ROW at once when nothing can leave."""
-        extent = round_up(header.frame_bytes)
+    def take(self, frame_bytes: int, header: Header | None = None) -> int:
+        """A row with a slot for a frame, held once by the caller; NO_ROW at once when nothing can leave.
+
+        The header may follow, but must be there before `publish`.
+        """
+        extent = round_up(frame_bytes)
         with self.lock:
             offset = self._space.take(extent)
             if offset < 0:
                 return NO_ROW
-            row = self.table.take_row(offset, extent, header.frame_bytes)
+            row = self.table.take_row(offset, extent, frame_bytes)
             if row == len(self.header):
                 self.header.append(header)
                 self.generation.append(0)
             else:
                 self.header[row] = header
-            # What an earlier tenant left behind the payload's end must not travel with this frame.
-            self.arena.memory[offset + header.frame_bytes : offset + extent] = 0
+            # What another tenant left behind the payload's end must not travel with this frame.
+            self.arena.memory[offset + frame_bytes : offset + extent] = 0
             return row
 
     def publish(self, row: int) -> bool:
@@ -138,6 +142,7 @@ class DramTier(Tier):
     def _forget(self, row: int) -> None:
         self.header[row] = None
         self.generation[row] += 1
+        self.on_free(row)
 
     # The tier interface ----------------------------------------------------------------------------------
 
@@ -185,7 +190,7 @@ class DramTier(Tier):
         with self.lock:
             if self.table.row(frame.address) != NO_ROW:
                 return Outcome.HIT
-            row = self.take(frame.header)
+            row = self.take(frame.header.frame_bytes, frame.header)
         if row == NO_ROW:
             return Outcome.REJECTED
         np.copyto(self.payload(row), frame.payload)
@@ -218,3 +223,7 @@ class DramTier(Tier):
                 self._space.evicted_blocks,
                 outcomes,
             )
+
+
+def _unheard(row: int) -> None:
+    """Nobody wants to know."""

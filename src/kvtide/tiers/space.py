@@ -23,7 +23,9 @@ class Space:
     `on_evict` hears of each block before it leaves, `on_free` of each row whose place is free again.
     """
 
-    def __init__(self, table: BlockTable, *, on_evict: Callable[[int], None], on_free: Callable[[int], None]) -> None:
+    def __init__(
+        self, table: BlockTable, *, on_free: Callable[[int], None], on_evict: Callable[[int], None] | None = None
+    ) -> None:
         self.table = table
         self.extents = Extents()
         self.evicted_blocks = 0
@@ -59,8 +61,9 @@ class Space:
         self._on_free(row)
 
     def _leave(self, rows: list[int], *, is_evicted: bool) -> None:
-        for row in rows:
-            self._on_evict(row)
+        if self._on_evict is not None:
+            for row in rows:
+                self._on_evict(row)
         if rows:
             self.table.hide(rows, is_evicted=is_evicted)
         for row in rows:

@@ -120,7 +120,7 @@ class DiskTier(Tier):
             self._data.truncate(limit)
         self.table = BlockTable(self._policy or LeafLru())
         self._freed: list[int] = []  # rows whose records are yet to be erased
-        self._space = Space(self.table, on_evict=lambda row: None, on_free=self._freed.append)
+        self._space = Space(self.table, on_free=self._freed.append)
         self._space.extents.grow(self._data.size_bytes // ALIGNMENT * ALIGNMENT)
         self.recovered = recovery.load(self._index, self._space)
         self._freed.clear()
@@ -427,13 +427,14 @@ class DiskTier(Tier):
         move: Callable[[list[Piece], Deadline], int],
         grouped: list[list[Piece]],
         deadline: Deadline,
-        before: Callable[[list[Piece]], None] = lambda run: None,
+        before: Callable[[list[Piece]], None] | None = None,
     ) -> Iterator[tuple[list[Piece], OSError | None, int]]:
         """Move runs in parallel and yield each as it ends: the run, its error, how many pieces were moved."""
         futures: dict[Future[int], list[Piece]] = {}
         try:
             for run in grouped:
-                before(run)
+                if before is not None:
+                    before(run)
                 futures[self._pool.submit(move, run, deadline)] = run
             for future in as_completed(futures):
                 error = future.exception()

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bringing blocks up into DRAM: each address in one *flight*, however many wait for it.
+
+A flight owns a row of the DRAM tier from take-off to landing. Fetches that want the block hold the row
+too, so it stays until the last of them has let go. A fetch whose deadline passes takes what has arrived
+and leaves; its flights land all the same and serve whoever comes next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.deadline import Deadline
+from kvtide.frame import decode_header
+from kvtide.keys import Address, Key, Shelf
+from kvtide.policy.policy import NO_ROW
+from kvtide.tiers.dram import DramTier
+from kvtide.tiers.tier import Outcome, Tier
+
+_BATCH_BYTES = 32 << 20  # of one read call: enough to keep a device busy, little enough to serve others soon
+_BATCH_FRAMES = 256
+_READERS = 2  # for each lower tier: one reads on while the other lands its flights
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Blocks of one shelf to bring up, and where a match saw them: 0 is DRAM, then the lower tiers in order."""
+
+    shelf: Shelf
+    keys: Sequence[Key]
+    frame_bytes: npt.NDArray[np.int64]
+    tiers: npt.NDArray[np.int8]
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A request for a run of blocks. `rows` are held for it; those from `end` on are not wanted any more."""
+
+    rows: list[int]
+    deadline: Deadline
+    on_done: Callable[[Fetch], None]
+    end: int
+    outcome: Outcome = Outcome.HIT
+    missing: set[int] = field(default_factory=set)  # places in `rows` whose flights have not landed
+
+    def cut(self, at: int, outcome: Outcome) -> None:
+        if at < self.end:
+            self.end, self.outcome = at, outcome
+            self.missing = {place for place in self.missing if place < at}
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One block on its way up."""
+
+    address: Address
+    row: int
+    waiting: list[tuple[Fetch, int]] = field(default_factory=list)
+    is_wanted: bool = False  # by a prefetch: nobody waits, but it shall come
+    is_cleared: bool = False  # the block was cleared meanwhile: it must not become visible
+
+
+class Fetches:
+    """All fetches and flights of a store. Methods without a note are called with the DRAM tier's lock held."""
+
+    def __init__(self, dram: DramTier, lower: Sequence[Tier], on_landed: Callable[[int, int], None]) -> None:
+        self._dram = dram
+        self._lower = lower
+        self._on_landed = on_landed
+        self._work = [threading.Condition(dram.lock) for _ in lower]  # one each: a waiter is of the right tier
+        self._queues: list[deque[Flight]] = [deque() for _ in lower]
+        self._flights: dict[Address, Flight] = {}
+        self._open: set[Fetch] = set()
+        self._is_closing = False
+        self.joined = 0  # flights that served one more fetch
+        self._threads = [
+            threading.Thread(target=self._read_forever, args=(number,), name=f"kvtide-read-{tier.traits.name}-{i}")
+            for number, tier in enumerate(lower)
+            for i in range(_READERS)
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def start(self, wanted: Wanted, deadline: Deadline, on_done: Callable[[Fetch], None]) -> None:
+        """Hold what is in DRAM, join or begin flights for the rest; calls `on_done` when all that can come has."""
+        table = self._dram.table
+        found = table.find(wanted.shelf, wanted.keys)
+        fetch = Fetch(found.tolist(), deadline, on_done, len(found))
+        here = found[found != NO_ROW]
+        self._dram.hold(here)
+        table.policy.touch(here)
+        if len(here) < len(found):
+            self._lift(fetch, wanted)
+        if fetch.missing:
+            self._open.add(fetch)
+        else:
+            self._finish(fetch)
+
+    def prefetch(self, wanted: Wanted) -> int:
+        """Begin flights that nobody waits for. Returns how many blocks are here or on their way."""
+        for place, key in enumerate(wanted.keys):
+            address = Address(wanted.shelf, key)
+            if self._dram.table.row(address) == NO_ROW:
+                flight = self._flights.get(address) or self._take_off(address, wanted, place)
+                if not isinstance(flight, Flight):
+                    return place
+                flight.is_wanted = True
+        return len(wanted.keys)
+
+    def expire(self) -> None:
+        """End the fetches whose deadline has passed with what has arrived."""
+        for fetch in [fetch for fetch in self._open if fetch.deadline.has_passed]:
+            fetch.cut(min(fetch.missing), Outcome.TIMEOUT)
+            self._settle(fetch)
+
+    def next_deadline_s(self) -> float:
+        return min((fetch.deadline.left_s for fetch in self._open), default=float("inf"))
+
+    def clear(self, is_cleared: Callable[[Shelf], bool]) -> None:
+        """Flights of these shelves shall not become visible."""
+        for flight in self._flights.values():
+            if is_cleared(flight.address.shelf):
+                flight.is_cleared = True
+
+    def close(self) -> None:
+        """Without the lock: end all reads, then all fetches that waited for them."""
+        with self._dram.lock:
+            self._is_closing = True
+            for work in self._work:
+                work.notify_all()
+        for thread in self._threads:
+            thread.join()
+        with self._dram.lock:
+            for fetch in list(self._open):
+                fetch.cut(min(fetch.missing), Outcome.ERROR)
+                self._settle(fetch)
+
+    def _lift(self, fetch: Fetch, wanted: Wanted) -> None:
+        for place, key in enumerate(wanted.keys):
+            if fetch.rows[place] != NO_ROW:
+                continue
+            address = Address(wanted.shelf, key)
+            flight = self._flights.get(address)
+            if flight is not None and not flight.is_cleared:
+                self.joined += 1
+            else:
+                begun = self._take_off(address, wanted, place)
+                if not isinstance(begun, Flight):
+                    fetch.cut(place, begun)
+                    return
+                flight = begun
+            flight.waiting.append((fetch, place))
+            fetch.rows[place] = flight.row
+            fetch.missing.add(place)
+            self._dram.hold(np.array([flight.row]))
+
+    def _take_off(self, address: Address, wanted: Wanted, place: int) -> Flight | Outcome:
+        if address in self._flights:  # a cleared one is still landing
+            return Outcome.MISS
+        number, frame_bytes = int(wanted.tiers[place]) - 1, int(wanted.frame_bytes[place])
+        if number < 0:  # it was in DRAM when it was matched, and has left since
+            number, frame_bytes = self._look_below(address)
+        if not frame_bytes:
+            return Outcome.MISS
+        row = self._dram.take(frame_bytes)
+        if row == NO_ROW:
+            return Outcome.REJECTED
+        flight = self._flights[address] = Flight(address, row)
+        self._queues[number].append(flight)
+        self._work[number].notify()
+        return flight
+
+    def _look_below(self, address: Address) -> tuple[int, int]:
+        for number, tier in enumerate(self._lower):
+            if frame_bytes := int(tier.lookup(address.shelf, [address.key])[0]):
+                return number, frame_bytes
+        return 0, 0
+
+    def _read_forever(self, number: int) -> None:
+        queue, tier, work = self._queues[number], self._lower[number], self._work[number]
+        while True:
+            with work:
+                while not queue and not self._is_closing:
+                    work.wait()
+                if self._is_closing:
+                    return
+                flights = self._board(queue)
+            outcomes = tier.read([each.address for each in flights], [self._dram.memory(each.row) for each in flights])
+            with work:
+                for flight, outcome in zip(flights, outcomes, strict=True):
+                    self._land(flight, outcome, number)
+
+    def _board(self, queue: deque[Flight]) -> list[Flight]:
+        """The next flights to read together. Those that nobody wants any more end here."""
+        flights: list[Flight] = []
+        size = 0
+        while queue and size < _BATCH_BYTES and len(flights) < _BATCH_FRAMES:
+            flight = queue.popleft()
+            if flight.waiting or flight.is_wanted:
+                flights.append(flight)
+                size += int(self._dram.table.frame_bytes[flight.row])
+            else:
+                self._land(flight, Outcome.TIMEOUT, 0)
+        return flights
+
+    def _land(self, flight: Flight, outcome: Outcome, number: int) -> None:
+        del self._flights[flight.address]
+        if flight.is_cleared and outcome is Outcome.HIT:
+            outcome = Outcome.MISS
+        if outcome is Outcome.HIT:
+            self._dram.header[flight.row] = decode_header(self._dram.memory(flight.row))[0]
+            if self._dram.publish(flight.row):
+                self._on_landed(flight.row, number)
+        else:
+            self._dram.release([flight.row])
+        for fetch, place in flight.waiting:
+            fetch.missing.discard(place)
+            if outcome is not Outcome.HIT:
+                fetch.cut(place, outcome)
+            self._settle(fetch)
+
+    def _settle(self, fetch: Fetch) -> None:
+        if fetch in self._open and not fetch.missing:
+            self._open.remove(fetch)
+            self._finish(fetch)
+
+    def _finish(self, fetch: Fetch) -> None:
+        unwanted = [row for row in fetch.rows[fetch.end :] if row != NO_ROW]
+        if unwanted:
+            for flight in self._flights.values():
+                flight.waiting = [each for each in flight.waiting if each[0] is not fetch]
+            self._dram.release(unwanted)
+        del fetch.rows[fetch.end :]
+        fetch.on_done(fetch)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing blocks down to a lower tier, behind the engine's back.
+
+The queue is bounded in bytes; its blocks are held in DRAM until they are written. What does not fit is
+dropped and counted, never waited for. When to spill is a setting: on *publish* (default), on *second use*,
+or on *evict*: then the spiller keeps a share of the arena free ahead of time by writing what would leave
+next, and whatever must leave faster than that is lost, and counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtide.config import SpillWhen
+from kvtide.deadline import Deadline
+from kvtide.frame import Frame
+from kvtide.keys import Shelf
+from kvtide.tiers.dram import DramTier
+from kvtide.tiers.tier import Outcome, Tier
+
+_BATCH_BYTES = 32 << 20
+_BATCH_FRAMES = 256
+_WRITERS = 2  # one seals and hands over frames while the other waits for the device
+_FREE_SHARE = 16  # spill on evict keeps 1/16 of the arena free
+
+
+@dataclass(slots=True)
+class SpillStats:
+    """Blocks by fate; `queued_bytes` is what waits now."""
+
+    queued_bytes: int = 0
+    spilled_blocks: int = 0
+    spilled_bytes: int = 0
+    dropped_full: int = 0  # the queue had no room
+    dropped_refused: int = 0  # the tier refused: no room, budget spent, timed out, failed
+    evicted_unspilled: int = 0  # left DRAM before they were anywhere else
+
+
+class Spiller:
+    """The way down to one lower tier. Methods without a note are called with the DRAM tier's lock held."""
+
+    def __init__(self, dram: DramTier, tier: Tier, when: SpillWhen, queue_bytes_max: int) -> None:
+        self.stats = SpillStats()
+        self.tier = tier
+        self._dram = dram
+        self._when = when
+        self._queue_bytes_max = queue_bytes_max
+        self._queue: deque[int] = deque()  # rows, each held once by the queue
+        self._is_queued: set[int] = set()
+        self._is_below: set[int] = set()  # rows whose block the tier is known to have
+        self._leaving: set[int] = set()  # rows withdrawn from DRAM that only wait to be written
+        self._moving: set[int] = set()
+        self._work = threading.Condition(dram.lock)
+        self._idle = threading.Condition(dram.lock)
+        self._is_closing = False
+        self._threads = [
+            threading.Thread(target=self._write_forever, name=f"kvtide-spill-{tier.traits.name}-{i}", daemon=True)
+            for i in range(_WRITERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def published(self, row: int) -> None:
+        if self._when == "publish":
+            self._enqueue(row)
+        elif self._when == "evict":
+            self._work.notify()
+
+    def used(self, rows: list[int]) -> None:
+        """These were fetched: each has now been used at least twice."""
+        if self._when == "second_use":
+            for row in rows:
+                self._enqueue(row)
+
+    def landed(self, row: int) -> None:
+        """This row came up from the tier: it need not go down again."""
+        self._is_below.add(row)
+
+    def evicted(self, row: int) -> None:
+        if row not in self._is_below:
+            self.stats.evicted_unspilled += 1
+
+    def freed(self, row: int) -> None:
+        self._is_below.discard(row)
+
+    def drain(self, deadline: Deadline) -> bool:
+        """Without the lock: wait until everything queued is written. False when the deadline came first."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._queue and not self._moving, timeout=min(deadline.left_s, 1e6))
+
+    def clear(self, is_cleared: Callable[[Shelf], bool]) -> None:
+        """Forget what is queued of these shelves. What is being written now is the caller's to wait for."""
+        kept: deque[int] = deque()
+        for row in self._queue:
+            header = self._dram.header[row]
+            assert header is not None
+            if is_cleared(header.shelf):
+                self._let_go(row)
+            else:
+                kept.append(row)
+        self._queue = kept
+
+    def wait_until_written(self, is_cleared: Callable[[Shelf], bool], deadline: Deadline) -> None:
+        """Without the lock: wait for the writes under way of these shelves."""
+
+        def is_over() -> bool:
+            headers = [self._dram.header[row] for row in self._moving]
+            return not any(header is not None and is_cleared(header.shelf) for header in headers)
+
+        with self._idle:
+            self._idle.wait_for(is_over, timeout=deadline.left_s)
+
+    def spill_all(self) -> None:
+        """Queue whatever in DRAM is not below yet, without a bound: before closing."""
+        for row in self._dram.table.visible.tolist():
+            if row not in self._is_below and row not in self._is_queued:
+                self._push(row)
+
+    def close(self) -> None:
+        """Without the lock: end the threads. What is still queued is not written."""
+        with self._work:
+            self._is_closing = True
+            self._work.notify_all()
+        for thread in self._threads:
+            thread.join()
+        with self._work:
+            while self._queue:
+                self._let_go(self._queue.popleft())
+                self.stats.dropped_full += 1
+
+    def _enqueue(self, row: int) -> None:
+        if row in self._is_queued or row in self._is_below:
+            return
+        if self.stats.queued_bytes + int(self._dram.table.extent[row]) > self._queue_bytes_max:
+            self.stats.dropped_full += 1
+            return
+        self._push(row)
+
+    def _push(self, row: int) -> None:
+        self._dram.hold(np.array([row]))
+        self._queue.append(row)
+        self._is_queued.add(row)
+        self.stats.queued_bytes += int(self._dram.table.extent[row])
+        self._work.notify()
+
+    def _let_go(self, row: int) -> None:
+        self._is_queued.discard(row)
+        self._leaving.discard(row)
+        self.stats.queued_bytes -= int(self._dram.table.extent[row])
+        self._dram.release([row])
+
+    def _write_forever(self) -> None:
+        while True:
+            with self._work:
+                while not self._queue and not self._is_closing:
+                    if self._when == "evict":
+                        self._reclaim_ahead()
+                    if not self._queue:
+                        self._work.wait()
+                if self._is_closing:
+                    return
+                rows = self._load()
+            frames = [Frame(header, self._dram.memory(row)) for row in rows if (header := self._dram.header[row])]
+            assert len(frames) == len(rows)
+            outcomes = self.tier.write(frames)
+            with self._work:
+                self._unload(rows, outcomes)
+
+    def _reclaim_ahead(self) -> None:
+        for row in self._dram.reclaim(self._dram.bytes_max // _FREE_SHARE):
+            if row in self._is_below:
+                self._dram.release([row])
+            else:
+                self._leaving.add(row)
+                self._is_queued.add(row)
+                self._queue.append(row)  # `reclaim` holds it for us
+                self.stats.queued_bytes += int(self._dram.table.extent[row])
+
+    def _load(self) -> list[int]:
+        rows: list[int] = []
+        size = 0
+        while self._queue and size < _BATCH_BYTES and len(rows) < _BATCH_FRAMES:
+            row = self._queue.popleft()
+            rows.append(row)
+            size += int(self._dram.table.frame_bytes[row])
+        self._moving.update(rows)
+        return rows
+
+    def _unload(self, rows: list[int], outcomes: list[Outcome]) -> None:
+        for row, outcome in zip(rows, outcomes, strict=True):
+            if outcome in (Outcome.HIT, Outcome.PENDING):
+                self._is_below.add(row)
+                self.stats.spilled_blocks += 1
+                self.stats.spilled_bytes += int(self._dram.table.frame_bytes[row])
+            else:
+                self.stats.dropped_refused += 1
+                if row in self._leaving:
+                    self.stats.evicted_unspilled += 1
+            self._moving.discard(row)
+            self._let_go(row)
+        self._idle.notify_all()

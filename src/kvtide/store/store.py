@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store: the only place that knows the order of tiers.
+
+    keys ── match ──▶ plan ── fetch ──▶ leased slots ── release
+    keys ── reserve ──▶ slots to fill ── publish or abort      (then spilled in the background)
+
+No call of the engine-facing interface waits for a medium: `match`, `fetch`, `reserve`, `pin` and `prefetch`
+return a ticket at once, `poll` completes those that are due. Only `wait`, `clear`, `drain` and `close` block, and
+say so. A cache fault is never a request fault: what cannot be had is simply not in the result.
+
+One lock, the DRAM tier's, guards all state here. It is never held during I/O, copies or checksums.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.config import LeaseSettings, SpillWhen
+from kvtide.deadline import Clock, Deadline
+from kvtide.errors import ConfigError
+from kvtide.frame import HEADER_BYTES, NO_PARENT, Header, Memory
+from kvtide.keys import Address, Digest, Key, Shelf
+from kvtide.layout import Layout
+from kvtide.memory.leases import Lease, Ledger, Use
+from kvtide.policy.policy import NO_ROW
+from kvtide.store.fetches import Fetch, Fetches, Wanted
+from kvtide.store.spill import Spiller, SpillStats
+from kvtide.store.tickets import Fetched, Match, Plan, Reservation, Ticket
+from kvtide.tiers.dram import DramTier
+from kvtide.tiers.tier import Outcome, Tier, TierStats
+
+_COMPLETED_MAX = 4096  # tickets remembered for the next poll
+_CLEAR_S = 10.0  # how long `clear` waits for writes under way
+
+
+@dataclass(frozen=True, slots=True)
+class Lower:
+    """A tier below DRAM, and when blocks go down to it."""
+
+    tier: Tier
+    spill_when: SpillWhen = "publish"
+    spill_queue_bytes_max: int | None = None  # None: a quarter of the arena
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a store did and holds now; counts are since it was opened."""
+
+    matched_blocks: int
+    asked_blocks: int
+    published_blocks: int
+    rejected_blocks: int
+    stale_publishes: int
+    shared_flights: int
+    leases: int
+    quarantined_bytes: int
+    quarantined_total: int
+    pinned_bytes: int
+    spill: dict[str, SpillStats]
+    tiers: dict[str, TierStats]
+
+
+class Store:
+    """DRAM and the tiers below it as one cache. Open until `close`; every method may be called from any thread."""
+
+    def __init__(
+        self,
+        dram: DramTier,
+        lower: Sequence[Lower] = (),
+        *,
+        leases: LeaseSettings | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.dram = dram
+        self.tiers: list[Tier] = [dram, *(each.tier for each in lower)]
+        self._settings = leases or LeaseSettings()
+        self._clock = clock
+        self._lock = dram.lock
+        self._changed = threading.Condition(dram.lock)
+        self._open_tiers()
+        self._ledger = Ledger(int(self._settings.quarantine_share * dram.bytes_max))
+        self._request_bytes_max = int(self._settings.request_share * dram.bytes_max)
+        self._pinned_bytes = 0
+        self._reserved: dict[Address, int] = {}  # being filled, and in which row
+        self._completed: deque[Ticket[Any]] = deque(maxlen=_COMPLETED_MAX)
+        self._matched = self._asked = self._published = self._rejected = self._stale = 0
+        self._spillers = [
+            Spiller(dram, each.tier, each.spill_when, each.spill_queue_bytes_max or dram.bytes_max // 4)
+            for each in lower
+        ]
+        self._fetches = Fetches(dram, [each.tier for each in lower], self._landed)
+        dram.on_evict = self._evicted
+        dram.on_free = self._freed
+        self._is_closed = False
+
+    def _open_tiers(self) -> None:
+        opened: list[Tier] = []
+        try:
+            for tier in self.tiers:
+                tier.open()
+                opened.append(tier)
+        except BaseException:
+            for tier in opened:
+                tier.close()
+            raise
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise ConfigError unless every tier can hold blocks of this shape."""
+        frame_bytes = HEADER_BYTES + layout.payload_bytes
+        for tier in self.tiers:
+            if frame_bytes > tier.traits.frame_bytes_max:
+                raise ConfigError(
+                    f"a block takes {frame_bytes:,} bytes, but {tier.traits.name}.bytes_max leaves room for "
+                    f"{tier.traits.frame_bytes_max:,}: raise it, or choose smaller blocks",
+                    tier=tier.traits.name,
+                )
+
+    # Finding -----------------------------------------------------------------------------------------------
+
+    def match(self, shelves: Sequence[Shelf], keys: Sequence[Key]) -> Ticket[Match]:
+        """Find the longest prefix of `keys` whose block stands on every one of `shelves` (one for each part)."""
+        found = [self._locate(shelf, keys) for shelf in shelves]
+        blocks = min((_prefix(sizes) for sizes, _ in found), default=0)
+        with self._lock:
+            self._asked += len(keys)
+            self._matched += blocks
+        sizes, tiers = tuple(sizes for sizes, _ in found), tuple(tiers for _, tiers in found)
+        return Ticket.done(Match(tuple(shelves), keys, blocks, sizes, tiers))
+
+    def _locate(self, shelf: Shelf, keys: Sequence[Key]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
+        """The frame bytes of each key (0: nowhere) and the first tier that has it."""
+        if not any(tier.lookup(shelf, keys[:1]).any() for tier in self.tiers):
+            keys = keys[:1]  # the first block is nowhere, so no other one matters: a miss costs next to nothing
+        sizes = self.tiers[0].lookup(shelf, keys)
+        tiers = np.zeros(len(keys), np.int8)
+        for number, tier in enumerate(self.tiers[1:], 1):
+            missing = np.flatnonzero(sizes == 0)
+            if not len(missing):
+                break
+            sizes[missing] = tier.lookup(shelf, [keys[i] for i in missing.tolist()])
+            tiers[missing] = number
+        return sizes, tiers
+
+    def plan(self, match: Match, *, first_page: int = 0, pages_per_block: int = 1) -> Plan:
+        """Choose what of a match to fetch: all from `first_page` on (those before are in the engine already),
+        as far as one request's share of the arena goes."""
+        first_block, page = divmod(first_page, pages_per_block)
+        first_block = min(first_block, match.blocks)
+        end = match.blocks
+        for sizes in match.frame_bytes:
+            total = np.cumsum(sizes[first_block : match.blocks])
+            end = min(end, first_block + int(np.searchsorted(total, self._request_bytes_max, side="right")))
+        reasons = () if end == match.blocks else (f"{match.blocks - end} blocks beyond the request's share of DRAM",)
+        return Plan(match, first_block, end, page if end > first_block else 0, reasons)
+
+    # Reading -----------------------------------------------------------------------------------------------
+
+    def fetch(
+        self, plan: Plan, shelf: Shelf | None = None, *, deadline_s: float | None = None, holder: int = 0
+    ) -> Ticket[Fetched]:
+        """Lease the plan's blocks in DRAM, bringing up what is lower. The result holds the blocks, from the
+        plan's first on, that were there by the deadline; `release` its lease when they are copied."""
+        return self._fetch(plan, shelf, Use.READ, self._settings.lease_s, deadline_s, holder)
+
+    def pin(
+        self, plan: Plan, shelf: Shelf | None = None, *, ttl_s: float, deadline_s: float | None = None, holder: int = 0
+    ) -> Ticket[Fetched]:
+        """Keep the plan's blocks in DRAM for `ttl_s` seconds, or until `release`. All pins together get a share
+        of the arena; beyond it nothing is pinned."""
+        return self._fetch(plan, shelf, Use.PIN, ttl_s, deadline_s, holder)
+
+    def _fetch(
+        self, plan: Plan, shelf: Shelf | None, use: Use, lease_s: float, deadline_s: float | None, holder: int
+    ) -> Ticket[Fetched]:
+        wanted = _wanted(plan, shelf)
+        planned_bytes = int(wanted.frame_bytes.sum())
+        ticket: Ticket[Fetched] = Ticket()
+        deadline = Deadline.after(self._settings.fetch_s if deadline_s is None else deadline_s, self._clock)
+        with self._lock:
+            self._tidy()
+            if not self._may_take(planned_bytes, use, holder):
+                self._rejected += len(wanted.keys)
+                return Ticket.done(Fetched(0, 0, None, outcome=Outcome.REJECTED))
+            if use is Use.PIN:
+                self._pinned_bytes += planned_bytes  # until it is known what came
+
+            def on_done(fetch: Fetch) -> None:
+                if use is Use.PIN:
+                    self._pinned_bytes -= planned_bytes
+                self._complete(ticket, self._leased(fetch, plan, use, lease_s, holder))
+
+            self._fetches.start(wanted, deadline, on_done)
+        return ticket
+
+    def _may_take(self, planned_bytes: int, use: Use, holder: int) -> bool:
+        if self._is_closed or not self._ledger.may_take(holder):
+            return False
+        pinned_bytes = self._pinned_bytes + planned_bytes
+        return use is not Use.PIN or pinned_bytes <= self._settings.pinned_share * self.dram.bytes_max
+
+    def _leased(self, fetch: Fetch, plan: Plan, use: Use, lease_s: float, holder: int) -> Fetched:
+        if not fetch.rows:
+            return Fetched(0, 0, None, outcome=fetch.outcome)
+        rows = np.array(fetch.rows, np.int64)
+        size = int(self.dram.table.extent[rows].sum())
+        lease = Lease(use, holder, rows, size, self._clock() + lease_s)
+        self._ledger.add(lease)
+        if use is Use.PIN:
+            self._pinned_bytes += size
+        for spiller in self._spillers:
+            spiller.used(fetch.rows)
+        payloads = [self.dram.payload(row) for row in fetch.rows]
+        return Fetched(len(rows), plan.first_page, lease, payloads, fetch.outcome)
+
+    def release(self, fetched: Fetched) -> None:
+        """Give a fetch's or a pin's lease back. Its payloads may change from now on. Twice is once."""
+        with self._lock:
+            if fetched.lease is not None and not fetched.lease.is_over:
+                self._end(fetched.lease)
+
+    def prefetch(self, plan: Plan, shelf: Shelf | None = None) -> int:
+        """Begin to bring the plan's blocks up into DRAM. Returns how many are there or on their way."""
+        with self._lock:
+            self._tidy()
+            return 0 if self._is_closed else self._fetches.prefetch(_wanted(plan, shelf))
+
+    # Writing -----------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        shelf: Shelf,
+        keys: Sequence[Key],
+        layout: Layout,
+        *,
+        position: int = 0,
+        parent: Key = NO_PARENT,
+        holder: int = 0,
+    ) -> Ticket[Reservation]:
+        """Ask for slots for consecutive blocks of one chain; `position` and `parent` are those of the first.
+
+        Answered at once: a full arena is REJECTED, never waited for. What is given must be published or aborted.
+        """
+        outcomes: list[Outcome] = []
+        rows: list[int] = []
+        payload_bytes, tokens, shape = layout.payload_bytes, layout.block_tokens, layout.shape
+        with self._lock:
+            self._tidy()
+            may_take = not self._is_closed and self._ledger.may_take(holder)
+            left_bytes = self._request_bytes_max
+            for i, key in enumerate(keys):
+                address = Address(shelf, key)
+                outcome = self._presence(address)
+                row = NO_ROW
+                if outcome is Outcome.MISS:
+                    header = Header(shelf, key, parent, position + i, tokens, shape, payload_bytes)
+                    if may_take and header.frame_bytes <= left_bytes:
+                        row = self.dram.take(header.frame_bytes, header)
+                    if row == NO_ROW:
+                        outcome = Outcome.REJECTED
+                    else:
+                        left_bytes -= header.frame_bytes
+                        self._reserved[address] = row
+                outcomes.append(outcome)
+                rows.append(row)
+                parent = key
+            return Ticket.done(self._reservation(outcomes, rows, holder))
+
+    def _presence(self, address: Address) -> Outcome:
+        if self.dram.table.row(address) != NO_ROW:
+            return Outcome.HIT
+        return Outcome.PENDING if address in self._reserved else Outcome.MISS
+
+    def _reservation(self, outcomes: list[Outcome], rows: list[int], holder: int) -> Reservation:
+        payloads: list[Memory | None] = [None if row == NO_ROW else self.dram.payload(row) for row in rows]
+        reservation = Reservation(outcomes, payloads, None, rows)
+        given = np.array([row for row in rows if row != NO_ROW], np.int64)
+        self._rejected += outcomes.count(Outcome.REJECTED)
+        if len(given):
+            size = int(self.dram.table.extent[given].sum())
+            lease = Lease(Use.WRITE, holder, given, size, self._clock() + self._settings.lease_s)
+            lease.generations = [self.dram.generation[row] for row in given.tolist()]
+            self._ledger.add(lease)
+            reservation.lease = lease
+        return reservation
+
+    def publish(self, reservation: Reservation, which: Sequence[int] | None = None) -> list[Outcome]:
+        """Make filled slots visible: all, or those of the keys at `which`; the rest is aborted.
+
+        An outcome for each key as in the reservation: HIT, it is there; REJECTED, it came too late.
+        """
+        lease = reservation.lease
+        chosen = range(len(reservation.rows)) if which is None else which
+        with self._lock:
+            outcomes = list(reservation.outcomes)
+            if lease is None:
+                return outcomes
+            is_late = lease.is_over or lease.is_quarantined
+            generations = dict(zip(lease.rows.tolist(), lease.generations, strict=True))
+            for i in chosen:
+                if (row := reservation.rows[i]) != NO_ROW:
+                    outcomes[i] = Outcome.REJECTED if is_late else self._publish(row, generations[row])
+            if is_late:
+                self._stale += 1
+            self._abort(lease)
+            return outcomes
+
+    def _publish(self, row: int, generation: int) -> Outcome:
+        header = self.dram.header[row]
+        assert header is not None
+        assert self.dram.generation[row] == generation, "a row changed hands under a running lease"
+        if self._reserved.get(header.address) != row:  # cleared since it was reserved
+            return Outcome.REJECTED
+        self.dram.hold(np.array([row]))  # `publish` lets go of one hold, the lease of the other
+        if self.dram.publish(row):
+            self._published += 1
+            for spiller in self._spillers:
+                spiller.published(row)
+        return Outcome.HIT
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give the slots back unfilled. Also the way to return a reservation that came too late. Twice is once."""
+        with self._lock:
+            if reservation.lease is not None:
+                self._abort(reservation.lease)
+
+    def _abort(self, lease: Lease) -> None:
+        if not lease.is_over:
+            self._unreserve(lease)
+            self._end(lease)
+
+    def _unreserve(self, lease: Lease) -> None:
+        for row in lease.rows.tolist():
+            header = self.dram.header[row]
+            if header is not None and self._reserved.get(header.address) == row:
+                del self._reserved[header.address]
+
+    # Waiting, and being tidy -------------------------------------------------------------------------------
+
+    def poll(self) -> list[Ticket[Any]]:
+        """The tickets that were completed since the last poll; only the newest, if nobody polls for long."""
+        with self._lock:
+            self._tidy()
+            completed = list(self._completed)
+            self._completed.clear()
+            return completed
+
+    def wait(self, ticket: Ticket[Any], timeout_s: float | None = None) -> bool:
+        """Block until a ticket is done. For callers that have nothing else to do; engines poll."""
+        end = Deadline.after(1e9 if timeout_s is None else timeout_s, self._clock)
+        with self._changed:
+            while not ticket.is_done and not end.has_passed:
+                self._changed.wait(min(end.left_s, self._fetches.next_deadline_s(), 60.0))
+                self._tidy()
+        return ticket.is_done
+
+    def forget(self, holder: int) -> None:
+        """A client is dead: everything that it held comes back."""
+        with self._lock:
+            for lease in self._ledger.of(holder):
+                self._abort(lease)
+
+    def _tidy(self) -> None:
+        self._fetches.expire()
+        for lease in self._ledger.expire(self._clock()):
+            if lease.use is Use.PIN:
+                self._end(lease)
+            elif lease.use is Use.WRITE:
+                self._unreserve(lease)  # another writer may have the address; the slots stay out of use
+
+    def _end(self, lease: Lease) -> None:
+        self._ledger.remove(lease)
+        if lease.use is Use.PIN:
+            self._pinned_bytes -= lease.size_bytes
+        self.dram.release(lease.rows)
+
+    def _complete(self, ticket: Ticket[Fetched], result: Fetched) -> None:
+        ticket.complete(result)
+        self._completed.append(ticket)
+        self._changed.notify_all()
+
+    def _landed(self, row: int, number: int) -> None:
+        self._spillers[number].landed(row)
+
+    def _evicted(self, row: int) -> None:
+        for spiller in self._spillers:
+            spiller.evicted(row)
+
+    def _freed(self, row: int) -> None:
+        for spiller in self._spillers:
+            spiller.freed(row)
+
+    # The rest ----------------------------------------------------------------------------------------------
+
+    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
+        """Forget every block of this namespace and this tenant (None: of any) on every tier. Blocks.
+
+        Slots that somebody reads stay his until he releases them, but nobody finds them any more.
+        Returns how many blocks were forgotten, copies on several tiers counted each.
+        """
+
+        def is_cleared(shelf: Shelf) -> bool:
+            return namespace in (None, shelf.namespace) and tenant in (None, shelf.tenant)
+
+        with self._lock:
+            self._reserved = {address: row for address, row in self._reserved.items() if not is_cleared(address.shelf)}
+            self._fetches.clear(is_cleared)
+            for spiller in self._spillers:
+                spiller.clear(is_cleared)
+            count = self.dram.clear(namespace=namespace, tenant=tenant)
+        # A write that was under way when the lists above were cleared ends before its tier is.
+        deadline = Deadline.after(_CLEAR_S)
+        for spiller in self._spillers:
+            spiller.wait_until_written(is_cleared, deadline)
+            count += spiller.tier.clear(namespace=namespace, tenant=tenant)
+        return count
+
+    def drain(self, timeout_s: float = 30.0) -> bool:
+        """Block until everything that waits to be spilled is below. False when the time was too short."""
+        deadline = Deadline.after(timeout_s)
+        return all(spiller.drain(deadline) for spiller in self._spillers)
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return StoreStats(
+                matched_blocks=self._matched,
+                asked_blocks=self._asked,
+                published_blocks=self._published,
+                rejected_blocks=self._rejected,
+                stale_publishes=self._stale,
+                shared_flights=self._fetches.joined,
+                leases=len(self._ledger),
+                quarantined_bytes=self._ledger.quarantined_bytes,
+                quarantined_total=self._ledger.quarantined_total,
+                pinned_bytes=self._pinned_bytes,
+                spill={each.tier.traits.name: _copy(each.stats) for each in self._spillers},
+                tiers={tier.traits.name: tier.stats() for tier in self.tiers},
+            )
+
+    def close(self, drain_s: float = 30.0) -> None:
+        """Spill what is not below yet, for at most `drain_s` seconds, then let go of everything. Twice is once."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if drain_s > 0:
+                for spiller in self._spillers:
+                    spiller.spill_all()
+        self.drain(drain_s)
+        self._fetches.close()
+        for spiller in self._spillers:
+            spiller.close()
+        for tier in reversed(self.tiers):
+            tier.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _prefix(sizes: npt.NDArray[np.int64]) -> int:
+    """How many blocks from the start are there."""
+    missing = np.flatnonzero(sizes == 0)
+    return int(missing[0]) if len(missing) else len(sizes)
+
+
+def _wanted(plan: Plan, shelf: Shelf | None) -> Wanted:
+    match = plan.match
+    number = 0 if shelf is None else match.shelves.index(shelf)
+    blocks = slice(plan.first_block, plan.end_block)
+    return Wanted(match.shelves[number], plan.keys, match.frame_bytes[number][blocks], match.tiers[number][blocks])
+
+
+def _copy(stats: SpillStats) -> SpillStats:
+    return SpillStats(**{name: getattr(stats, name) for name in SpillStats.__slots__})
