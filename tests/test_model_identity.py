@@ -110,9 +110,9 @@ def test_a_revision_that_can_move_is_refused_with_the_mend(revision: str | None)
         model_identity("org/name", revision=revision)
 
 
-@pytest.mark.parametrize("model", ["/no/such/folder", "org/name/more", "a b", ""])
+@pytest.mark.parametrize("model", ["/no/such/folder", "org/name/more", "a b"])
 def test_what_is_neither_folder_nor_hub_name_is_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"neither a folder nor a hub name|has no config"):
+    with pytest.raises(ConfigError, match="neither a folder nor a hub name"):
         model_identity(model, revision=COMMIT)
 
 
@@ -134,8 +134,8 @@ def test_a_folder_has_a_stable_short_identity(folder: Path, full: bool) -> None:
 
 
 def test_golden_identities(folder: Path) -> None:
-    assert model_identity(folder) == "files:GOLDEN_FILES"
-    assert model_identity(folder, full=True) == "full:GOLDEN_FULL"
+    assert model_identity(folder) == "files:8ee7a11e444a5b1bcde4ce33102b9c5c8342164e184516d01642b745d8407c41"
+    assert model_identity(folder, full=True) == "full:44086c190f352b0d6b97ada5eca9af944b89b235112f105c2b1697846247f269"
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -282,7 +282,7 @@ def test_a_safetensors_file_cut_anywhere_is_refused(folder: Path) -> None:
     whole = path.read_bytes()
     for size in (0, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match="damaged: .*download it again"):
+        with pytest.raises(ConfigError, match=r"damaged: .*download it again"):
             model_identity(folder)
 
 

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -72,8 +73,7 @@ class Fidelity(IntEnum):
     LOSSY = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(msgspec.Struct, frozen=True):
     """What a frame says of itself. `stored_bytes` differs from the shape's product only behind a codec."""
 
     shelf: Shelf

@@ -9,7 +9,7 @@ A key is an address, not a permission: whoever serves a block still checks the t
 Every hashed message starts with a tag of its own (`*_TAG`), so no two kinds of message can be equal.
 `lp(x)` is x behind its length as u32. All integers are little-endian.
 
-    namespace digest   SHA-256   lp(tag) then, sorted by name, lp(field name) typed value
+    namespace digest   SHA-256   lp(tag) then for each field, by name: lp(name) type letter lp(value)
     tenant, scope      SHA-256   lp(tag) lp(name in UTF-8)
     root               HMAC(tenant secret)   lp(tag) lp(namespace digest) lp(scope digest)
     key, our chain     SHA-256   tag                      8 bytes

@@ -8,7 +8,7 @@ from importlib import import_module
 from kvtide.bench.case import Benchmark
 
 BENCHMARKS: dict[str, str] = {
-    "store": "kvtide.bench.store_bench:BENCHMARK",
+    "store": "kvtide.bench.store:BENCHMARK",
 }
 
 

@@ -40,10 +40,10 @@ class Extents:
             self.free_bytes -= size_bytes
         return offset
 
-    def give(self, offset: int, size_bytes: int) -> None:
-        """Hand a range back. It must have been taken, and with this size."""
-        self._bins.setdefault(size_bytes, []).append(offset)
-        self.free_bytes += size_bytes
+    def give(self, offsets: list[int], size_bytes: int) -> None:
+        """Hand ranges of one size back. They must have been taken, and with this size."""
+        self._bins.setdefault(size_bytes, []).extend(offsets)
+        self.free_bytes += size_bytes * len(offsets)
         self._is_merged = False
         assert self.free_bytes <= self.capacity_bytes
 

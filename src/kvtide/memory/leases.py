@@ -13,11 +13,16 @@ that leaks leases starves itself and not the others. Pins have no copy behind th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
-from kvtide.policy.policy import Rows
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.keys import Key, Shelf
+
+Rows = npt.NDArray[np.int64]
 
 
 class Use(Enum):
@@ -40,7 +45,10 @@ class Lease:
     number: int = 0
     is_quarantined: bool = False
     is_over: bool = False
-    generations: list[int] = field(default_factory=list)
+    # Of a lease for writing: what the rows are for, and their generations when they were given.
+    shelf: Shelf | None = None
+    keys: Sequence[Key] = ()
+    generations: Rows | None = None
 
 
 class Ledger:

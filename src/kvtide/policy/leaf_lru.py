@@ -36,27 +36,21 @@ class LeafLru:
         self._candidates: list[tuple[int, int]] = []
         self._scanned_to = -1
 
-    def insert(self, row: int, parent: int, size_bytes: int) -> None:
-        self._reach(row + 1)
-        self._now += 1
-        self._clock[row] = self._now
-        self._bytes[row] = size_bytes
-        self._parent[row] = parent
-        self._children[row] = 0
-        if parent != NO_ROW:
-            self._children[parent] += 1
-
-    def insert_all(self, rows: Rows, parents: Rows, sizes: npt.NDArray[np.int64], clocks: Rows) -> None:
-        assert self._now == 0, "insert_all is for an empty policy"
+    def insert(
+        self, rows: Rows, parents: Rows, sizes: npt.NDArray[np.int64], clocks: npt.NDArray[np.int64] | None = None
+    ) -> None:
         if not len(rows):
             return
         self._reach(int(rows.max()) + 1)
-        self._clock[rows] = clocks
+        if clocks is None:
+            self.touch(rows)
+        else:
+            self._clock[rows] = clocks
+            self._now = max(self._now, int(clocks.max()))
         self._bytes[rows] = sizes
         self._parent[rows] = parents
-        linked = parents[parents != NO_ROW]
-        self._children[: self._high] += np.bincount(linked, minlength=self._high).astype(np.int32)
-        self._now = int(clocks.max()) + 1
+        self._children[rows] = 0
+        np.add.at(self._children, parents[parents != NO_ROW], 1)
 
     def link(self, children: list[int], parent: int) -> None:
         self._parent[children] = parent
@@ -85,29 +79,42 @@ class LeafLru:
         victims: list[int] = []
         clocks: list[int] = []
         found_bytes = 0
+        has_scanned = False
+        freed: tuple[int, int] | None = None  # a parent whose last child has just left: often the next to leave
+        # The columns' items as plain numbers: this loop runs once for each block that ever leaves.
+        clock_of, bytes_of, children_of, parent_of, held_of = (
+            column.item for column in (self._clock, self._bytes, self._children, self._parent, held)
+        )
         while found_bytes < need_bytes:
-            row = self._oldest_leaf(held)
-            if row == NO_ROW:
-                self._put_back(victims, clocks)
-                return []
+            if freed is None and not self._candidates:
+                if has_scanned and self._scanned_to == _ABSENT - 1:
+                    break  # the scan saw every leaf, and all of them are used up
+                self._scan(held)
+                has_scanned = True
+                if not self._candidates:
+                    break
+            clock, row = heapq.heappushpop(self._candidates, freed) if freed else heapq.heappop(self._candidates)
+            freed = None
+            if clock_of(row) != clock or children_of(row) or held_of(row):
+                continue
             victims.append(row)
-            clocks.append(int(self._clock[row]))
-            found_bytes += int(self._bytes[row])
-            self._take_out(row)
+            clocks.append(clock)
+            found_bytes += bytes_of(row)
+            self._clock[row] = _ABSENT
+            if (parent := parent_of(row)) != NO_ROW:
+                self._children[parent] -= 1
+                if not children_of(parent) and clock_of(parent) <= self._scanned_to:
+                    freed = (clock_of(parent), parent)
+        if found_bytes < need_bytes:
+            self._put_back(victims, clocks)
+            return []
+        if freed is not None:
+            heapq.heappush(self._candidates, freed)
         self._parent[victims] = NO_ROW
         return victims
 
     def clocks(self, rows: Rows) -> Rows:
         return self._clock[rows]
-
-    def _oldest_leaf(self, held: Held) -> int:
-        for _ in range(2):
-            while self._candidates:
-                clock, row = heapq.heappop(self._candidates)
-                if self._clock[row] == clock and not self._children[row] and not held[row]:
-                    return row
-            self._scan(held)
-        return NO_ROW
 
     def _scan(self, held: Held) -> None:
         high = self._high
@@ -120,16 +127,8 @@ class LeafLru:
             self._scanned_to = int(clocks.max())
         self._candidates = sorted(zip(clocks.tolist(), leaves.tolist(), strict=True))  # sorted is a heap
 
-    def _take_out(self, row: int) -> None:
-        self._clock[row] = _ABSENT
-        parent = int(self._parent[row])
-        if parent == NO_ROW:
-            return
-        self._children[parent] -= 1
-        if not self._children[parent] and self._clock[parent] <= self._scanned_to:
-            heapq.heappush(self._candidates, (int(self._clock[parent]), parent))
-
     def _put_back(self, rows: list[int], clocks: list[int]) -> None:
+        self._candidates = []  # the next call scans afresh
         self._clock[rows] = clocks
         parents = self._parent[rows]
         np.add.at(self._children, parents[parents != NO_ROW], 1)

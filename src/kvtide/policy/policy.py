@@ -21,11 +21,13 @@ NO_ROW = -1
 class Policy(Protocol):
     """A pure object: same calls, same answers. Its owner serialises the calls."""
 
-    def insert(self, row: int, parent: int, size_bytes: int) -> None:
-        """A block entered in `row`; `parent` is the row of the block before it in its chain, or NO_ROW."""
+    def insert(
+        self, rows: Rows, parents: Rows, sizes: npt.NDArray[np.int64], clocks: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        """Blocks entered, first block of a chain first; each with the row of the block before it, or NO_ROW.
 
-    def insert_all(self, rows: Rows, parents: Rows, sizes: npt.NDArray[np.int64], clocks: Rows) -> None:
-        """Many blocks at once, into an empty policy, oldest `clocks` first to leave (recovery)."""
+        `clocks` says when they were last used, when a medium remembers it; otherwise it is now.
+        """
 
     def link(self, children: list[int], parent: int) -> None:
         """The parent of these blocks has entered after them."""

@@ -169,10 +169,10 @@ class Fetches:
             number, frame_bytes = self._look_below(address)
         if not frame_bytes:
             return Outcome.MISS
-        row = self._dram.take(frame_bytes)
-        if row == NO_ROW:
+        rows = self._dram.take(frame_bytes)
+        if not rows:
             return Outcome.REJECTED
-        flight = self._flights[address] = Flight(address, row)
+        flight = self._flights[address] = Flight(address, rows[0])
         self._queues[number].append(flight)
         self._work[number].notify()
         return flight
@@ -215,11 +215,10 @@ class Fetches:
         if flight.is_cleared and outcome is Outcome.HIT:
             outcome = Outcome.MISS
         if outcome is Outcome.HIT:
-            self._dram.header[flight.row] = decode_header(self._dram.memory(flight.row))[0]
-            if self._dram.publish(flight.row):
+            header = self._dram.header[flight.row] = decode_header(self._dram.memory(flight.row))[0]
+            if self._dram.publish(header.shelf, [flight.row], [header.key], [header.parent]):
                 self._on_landed(flight.row, number)
-        else:
-            self._dram.release([flight.row])
+        self._dram.release([flight.row])
         for fetch, place in flight.waiting:
             fetch.missing.discard(place)
             if outcome is not Outcome.HIT:

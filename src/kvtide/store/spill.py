@@ -65,9 +65,10 @@ class Spiller:
         for thread in self._threads:
             thread.start()
 
-    def published(self, row: int) -> None:
+    def published(self, rows: list[int]) -> None:
         if self._when == "publish":
-            self._enqueue(row)
+            for row in rows:
+                self._enqueue(row)
         elif self._when == "evict":
             self._work.notify()
 
@@ -81,12 +82,11 @@ class Spiller:
         """This row came up from the tier: it need not go down again."""
         self._is_below.add(row)
 
-    def evicted(self, row: int) -> None:
-        if row not in self._is_below:
-            self.stats.evicted_unspilled += 1
+    def evicted(self, rows: list[int]) -> None:
+        self.stats.evicted_unspilled += sum(row not in self._is_below for row in rows)
 
-    def freed(self, row: int) -> None:
-        self._is_below.discard(row)
+    def freed(self, rows: list[int]) -> None:
+        self._is_below.difference_update(rows)
 
     def drain(self, deadline: Deadline) -> bool:
         """Without the lock: wait until everything queued is written. False when the deadline came first."""

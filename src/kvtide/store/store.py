@@ -26,8 +26,8 @@ import numpy.typing as npt
 from kvtide.config import LeaseSettings, SpillWhen
 from kvtide.deadline import Clock, Deadline
 from kvtide.errors import ConfigError
-from kvtide.frame import HEADER_BYTES, NO_PARENT, Header, Memory
-from kvtide.keys import Address, Digest, Key, Shelf
+from kvtide.frame import HEADER_BYTES, NO_PARENT, Header
+from kvtide.keys import Digest, Key, Shelf
 from kvtide.layout import Layout
 from kvtide.memory.leases import Lease, Ledger, Use
 from kvtide.policy.policy import NO_ROW
@@ -38,6 +38,7 @@ from kvtide.tiers.dram import DramTier
 from kvtide.tiers.tier import Outcome, Tier, TierStats
 
 _COMPLETED_MAX = 4096  # tickets remembered for the next poll
+_PROBE_ABOVE = 64  # below this many keys, asking for the first one alone saves nothing
 _CLEAR_S = 10.0  # how long `clear` waits for writes under way
 
 
@@ -89,7 +90,7 @@ class Store:
         self._ledger = Ledger(int(self._settings.quarantine_share * dram.bytes_max))
         self._request_bytes_max = int(self._settings.request_share * dram.bytes_max)
         self._pinned_bytes = 0
-        self._reserved: dict[Address, int] = {}  # being filled, and in which row
+        self._reserved: dict[Shelf, dict[Key, int]] = {}  # being filled, and in which row
         self._completed: deque[Ticket[Any]] = deque(maxlen=_COMPLETED_MAX)
         self._matched = self._asked = self._published = self._rejected = self._stale = 0
         self._spillers = [
@@ -137,7 +138,7 @@ class Store:
 
     def _locate(self, shelf: Shelf, keys: Sequence[Key]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
         """The frame bytes of each key (0: nowhere) and the first tier that has it."""
-        if not any(tier.lookup(shelf, keys[:1]).any() for tier in self.tiers):
+        if len(keys) > _PROBE_ABOVE and not any(tier.lookup(shelf, keys[:1]).any() for tier in self.tiers):
             keys = keys[:1]  # the first block is nowhere, so no other one matters: a miss costs next to nothing
         sizes = self.tiers[0].lookup(shelf, keys)
         tiers = np.zeros(len(keys), np.int8)
@@ -217,8 +218,7 @@ class Store:
             self._pinned_bytes += size
         for spiller in self._spillers:
             spiller.used(fetch.rows)
-        payloads = [self.dram.payload(row) for row in fetch.rows]
-        return Fetched(len(rows), plan.first_page, lease, payloads, fetch.outcome)
+        return Fetched(len(rows), plan.first_page, lease, self.dram.payloads(fetch.rows), fetch.outcome)
 
     def release(self, fetched: Fetched) -> None:
         """Give a fetch's or a pin's lease back. Its payloads may change from now on. Twice is once."""
@@ -248,45 +248,47 @@ class Store:
 
         Answered at once: a full arena is REJECTED, never waited for. What is given must be published or aborted.
         """
-        outcomes: list[Outcome] = []
-        rows: list[int] = []
-        payload_bytes, tokens, shape = layout.payload_bytes, layout.block_tokens, layout.shape
+        frame_bytes = HEADER_BYTES + layout.payload_bytes
         with self._lock:
             self._tidy()
-            may_take = not self._is_closed and self._ledger.may_take(holder)
-            left_bytes = self._request_bytes_max
-            for i, key in enumerate(keys):
-                address = Address(shelf, key)
-                outcome = self._presence(address)
-                row = NO_ROW
-                if outcome is Outcome.MISS:
-                    header = Header(shelf, key, parent, position + i, tokens, shape, payload_bytes)
-                    if may_take and header.frame_bytes <= left_bytes:
-                        row = self.dram.take(header.frame_bytes, header)
-                    if row == NO_ROW:
-                        outcome = Outcome.REJECTED
-                    else:
-                        left_bytes -= header.frame_bytes
-                        self._reserved[address] = row
-                outcomes.append(outcome)
-                rows.append(row)
-                parent = key
-            return Ticket.done(self._reservation(outcomes, rows, holder))
+            outcomes = self._presence(shelf, keys)
+            wanted = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
+            count = min(len(wanted), self._request_bytes_max // frame_bytes)
+            may_take = count and not self._is_closed and self._ledger.may_take(holder)
+            taken = self.dram.take(frame_bytes, count) if may_take else []
+            rows = [NO_ROW] * len(keys)
+            reserved = self._reserved.setdefault(shelf, {})
+            for i, row in zip(wanted, taken, strict=False):
+                before = keys[i - 1] if i else parent
+                self.dram.header[row] = Header(
+                    shelf, keys[i], before, position + i, layout.block_tokens, layout.shape, layout.payload_bytes
+                )
+                rows[i] = reserved[keys[i]] = row
+            for i in wanted[len(taken) :]:
+                outcomes[i] = Outcome.REJECTED
+            self._rejected += len(wanted) - len(taken)
+            return Ticket.done(self._reservation(shelf, keys, outcomes, rows, taken, holder))
 
-    def _presence(self, address: Address) -> Outcome:
-        if self.dram.table.row(address) != NO_ROW:
-            return Outcome.HIT
-        return Outcome.PENDING if address in self._reserved else Outcome.MISS
+    def _presence(self, shelf: Shelf, keys: Sequence[Key]) -> list[Outcome]:
+        """HIT where a block is in DRAM, PENDING where somebody fills it, MISS otherwise."""
+        is_here = (self.dram.table.find(shelf, keys) != NO_ROW).tolist()
+        reserved = self._reserved.get(shelf, {})
+        return [
+            Outcome.HIT if here else Outcome.PENDING if key in reserved else Outcome.MISS
+            for here, key in zip(is_here, keys, strict=True)
+        ]
 
-    def _reservation(self, outcomes: list[Outcome], rows: list[int], holder: int) -> Reservation:
-        payloads: list[Memory | None] = [None if row == NO_ROW else self.dram.payload(row) for row in rows]
-        reservation = Reservation(outcomes, payloads, None, rows)
-        given = np.array([row for row in rows if row != NO_ROW], np.int64)
-        self._rejected += outcomes.count(Outcome.REJECTED)
-        if len(given):
-            size = int(self.dram.table.extent[given].sum())
-            lease = Lease(Use.WRITE, holder, given, size, self._clock() + self._settings.lease_s)
-            lease.generations = [self.dram.generation[row] for row in given.tolist()]
+    def _reservation(
+        self, shelf: Shelf, keys: Sequence[Key], outcomes: list[Outcome], rows: list[int], taken: list[int], holder: int
+    ) -> Reservation:
+        reservation = Reservation(shelf, keys, outcomes, [None] * len(keys), rows)
+        if taken:
+            payloads = iter(self.dram.payloads(taken))
+            reservation.payloads = [None if row == NO_ROW else next(payloads) for row in rows]
+            size = int(self.dram.table.extent[taken].sum())
+            lease = Lease(Use.WRITE, holder, np.array(taken, np.int64), size, self._clock() + self._settings.lease_s)
+            lease.shelf, lease.keys = shelf, [key for key, row in zip(keys, rows, strict=True) if row != NO_ROW]
+            lease.generations = self.dram.generation[taken]
             self._ledger.add(lease)
             reservation.lease = lease
         return reservation
@@ -296,34 +298,37 @@ class Store:
 
         An outcome for each key as in the reservation: HIT, it is there; REJECTED, it came too late.
         """
-        lease = reservation.lease
-        chosen = range(len(reservation.rows)) if which is None else which
         with self._lock:
             outcomes = list(reservation.outcomes)
+            lease = reservation.lease
             if lease is None:
                 return outcomes
+            chosen = range(len(reservation.rows)) if which is None else which
+            given = [i for i in chosen if reservation.rows[i] != NO_ROW]
             is_late = lease.is_over or lease.is_quarantined
-            generations = dict(zip(lease.rows.tolist(), lease.generations, strict=True))
-            for i in chosen:
-                if (row := reservation.rows[i]) != NO_ROW:
-                    outcomes[i] = Outcome.REJECTED if is_late else self._publish(row, generations[row])
-            if is_late:
-                self._stale += 1
+            # What was cleared since it was reserved is not in `reserved` any more.
+            reserved = {} if is_late else self._reserved.get(reservation.shelf, {})
+            fresh = []
+            for i in given:
+                is_fresh = reserved.get(reservation.keys[i]) == reservation.rows[i]
+                outcomes[i] = Outcome.HIT if is_fresh else Outcome.REJECTED
+                if is_fresh:
+                    fresh.append(i)
+            self._stale += len(given) - len(fresh)
+            if fresh:
+                self._publish(reservation, fresh, lease)
             self._abort(lease)
             return outcomes
 
-    def _publish(self, row: int, generation: int) -> Outcome:
-        header = self.dram.header[row]
-        assert header is not None
-        assert self.dram.generation[row] == generation, "a row changed hands under a running lease"
-        if self._reserved.get(header.address) != row:  # cleared since it was reserved
-            return Outcome.REJECTED
-        self.dram.hold(np.array([row]))  # `publish` lets go of one hold, the lease of the other
-        if self.dram.publish(row):
-            self._published += 1
-            for spiller in self._spillers:
-                spiller.published(row)
-        return Outcome.HIT
+    def _publish(self, reservation: Reservation, places: list[int], lease: Lease) -> None:
+        assert (self.dram.generation[lease.rows] == lease.generations).all(), "a slot changed hands under a lease"
+        rows = [reservation.rows[i] for i in places]
+        headers = [header for row in rows if (header := self.dram.header[row]) is not None]
+        keys, parents = [header.key for header in headers], [header.parent for header in headers]
+        published = self.dram.publish(reservation.shelf, rows, keys, parents)
+        self._published += len(published)
+        for spiller in self._spillers:
+            spiller.published(published)
 
     def abort(self, reservation: Reservation) -> None:
         """Give the slots back unfilled. Also the way to return a reservation that came too late. Twice is once."""
@@ -337,10 +342,13 @@ class Store:
             self._end(lease)
 
     def _unreserve(self, lease: Lease) -> None:
-        for row in lease.rows.tolist():
-            header = self.dram.header[row]
-            if header is not None and self._reserved.get(header.address) == row:
-                del self._reserved[header.address]
+        if lease.shelf is None or (reserved := self._reserved.get(lease.shelf)) is None:
+            return
+        for key, row in zip(lease.keys, lease.rows.tolist(), strict=True):
+            if reserved.get(key) == row:
+                del reserved[key]
+        if not reserved:
+            del self._reserved[lease.shelf]
 
     # Waiting, and being tidy -------------------------------------------------------------------------------
 
@@ -389,13 +397,13 @@ class Store:
     def _landed(self, row: int, number: int) -> None:
         self._spillers[number].landed(row)
 
-    def _evicted(self, row: int) -> None:
+    def _evicted(self, rows: list[int]) -> None:
         for spiller in self._spillers:
-            spiller.evicted(row)
+            spiller.evicted(rows)
 
-    def _freed(self, row: int) -> None:
+    def _freed(self, rows: list[int]) -> None:
         for spiller in self._spillers:
-            spiller.freed(row)
+            spiller.freed(rows)
 
     # The rest ----------------------------------------------------------------------------------------------
 
@@ -410,7 +418,7 @@ class Store:
             return namespace in (None, shelf.namespace) and tenant in (None, shelf.tenant)
 
         with self._lock:
-            self._reserved = {address: row for address, row in self._reserved.items() if not is_cleared(address.shelf)}
+            self._reserved = {shelf: rows for shelf, rows in self._reserved.items() if not is_cleared(shelf)}
             self._fetches.clear(is_cleared)
             for spiller in self._spillers:
                 spiller.clear(is_cleared)

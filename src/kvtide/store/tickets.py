@@ -85,7 +85,9 @@ class Reservation:
     """Slots to fill. An outcome for each key: MISS, here is a slot; HIT, it is there already; PENDING,
     somebody else fills it; REJECTED, no room. `payloads[i]` is the slot of `keys[i]`, or None."""
 
+    shelf: Shelf
+    keys: Sequence[Key]
     outcomes: list[Outcome]
     payloads: list[Memory | None]
+    rows: list[int]  # parallel to the keys, NO_ROW without a slot
     lease: Lease | None = None
-    rows: list[int] = field(default_factory=list)  # parallel to the keys, NO_ROW without a slot

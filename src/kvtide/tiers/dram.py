@@ -48,11 +48,11 @@ class DramTier(Tier):
         self.lock = threading.RLock()
         self.table = BlockTable(policy or LeafLru())
         self.header: list[Header | None] = []
-        self.generation: list[int] = []  # counts the uses of a row, so that a late publish is known as late
-        self.on_evict: Callable[[int], None] = _unheard  # hears of each block before it leaves
-        self.on_free: Callable[[int], None] = _unheard
+        self.generation: npt.NDArray[np.int64] = np.zeros(1024, np.int64)  # counts how often a row was used again
+        self.on_evict: Callable[[list[int]], None] = _unheard  # hears of blocks before they leave
+        self.on_free: Callable[[list[int]], None] = _unheard
         self._huge_pages = huge_pages
-        self._space = Space(self.table, on_evict=lambda row: self.on_evict(row), on_free=self._forget)
+        self._space = Space(self.table, on_evict=lambda rows: self.on_evict(rows), on_free=self._forget)
         self._space.extents.grow(self.bytes_max)
         self._stats = TierStats(bytes_max=self.bytes_max)
         self._is_open = False
@@ -72,34 +72,31 @@ class DramTier(Tier):
     def free_bytes(self) -> int:
         return self._space.extents.free_bytes
 
-    def take(self, frame_bytes: int, header: Header | None = None) -> int:
-        """A row with a slot for a frame, held once by the caller; NO_ROW at once when nothing can leave.
-
-        The header may follow, but must be there before `publish`.
-        """
+    def take(self, frame_bytes: int, count: int = 1) -> list[int]:
+        """Rows with slots for frames of that size, each held once by the caller: `count`, or fewer, at once, when
+        no more can leave. Each needs its `header` before it is published."""
         extent = round_up(frame_bytes)
         with self.lock:
-            offset = self._space.take(extent)
-            if offset < 0:
-                return NO_ROW
-            row = self.table.take_row(offset, extent, frame_bytes)
-            if row == len(self.header):
-                self.header.append(header)
-                self.generation.append(0)
-            else:
-                self.header[row] = header
-            # What another tenant left behind the payload's end must not travel with this frame.
-            self.arena.memory[offset + frame_bytes : offset + extent] = 0
-            return row
+            offsets = self._space.take(extent, count)
+            rows = self.table.take_rows(offsets, extent, frame_bytes)
+            if len(self.header) < self.table.rows:
+                self.header += [None] * (self.table.rows - len(self.header))
+            while len(self.generation) < self.table.rows:
+                self.generation = np.concatenate((self.generation, np.zeros_like(self.generation)))
+            if extent != frame_bytes:
+                for offset in offsets:  # what another tenant left behind the payload's end must not travel with it
+                    self.arena.memory[offset + frame_bytes : offset + extent] = 0
+            return rows
 
-    def publish(self, row: int) -> bool:
-        """Make a taken row visible and let go of it. False, and the slot is free, if the block is here already."""
+    def publish(self, shelf: Shelf, rows: list[int], keys: Sequence[Key], parents: Sequence[Key]) -> list[int]:
+        """Make taken rows visible. Returns which are: a block that is here already is not published twice.
+        The caller still holds all of them."""
         with self.lock:
-            header = self.header[row]
-            assert header is not None
-            done = self.table.row(header.address) == NO_ROW and self.table.insert(row, header.address, header.parent)
-            self.release([row])
-            return done
+            twins = self.table.find(shelf, keys)
+            if (twins != NO_ROW).any():
+                new = np.flatnonzero(twins == NO_ROW).tolist()
+                rows, keys, parents = [rows[i] for i in new], [keys[i] for i in new], [parents[i] for i in new]
+            return rows if rows and self.table.insert(shelf, rows, keys, parents) else []
 
     def hold(self, rows: Rows) -> None:
         np.add.at(self.table.held, rows, 1)
@@ -110,16 +107,15 @@ class DramTier(Tier):
             np.subtract.at(self.table.held, rows, 1)
             held, shelf = self.table.held[rows], self.table.shelf[rows]
             assert (held >= 0).all()
-            for i in np.flatnonzero((held == 0) & (shelf == NO_ROW)).tolist():
-                self._space.free(int(rows[i]))
+            gone = np.flatnonzero((held == 0) & (shelf == NO_ROW)).tolist()
+            if gone:
+                self._space.free([int(rows[i]) for i in gone])
 
     def withdraw(self, rows: list[int]) -> None:
         """Make published blocks invisible now; each slot is free when its last holder lets go."""
         with self.lock:
             self.table.hide(rows)
-            for row in rows:
-                if not self.table.held[row]:
-                    self._space.free(row)
+            self._space.free([row for row, held in zip(rows, self.table.held[rows].tolist(), strict=True) if not held])
 
     def memory(self, row: int) -> Memory:
         """The frame's memory: header area and payload."""
@@ -128,6 +124,12 @@ class DramTier(Tier):
 
     def payload(self, row: int) -> Memory:
         return self.memory(row)[HEADER_BYTES:]
+
+    def payloads(self, rows: list[int]) -> list[Memory]:
+        """The payloads of many rows: what an engine copies to and from."""
+        memory = self.arena.memory
+        starts, sizes = self.table.offset[rows].tolist(), self.table.frame_bytes[rows].tolist()
+        return [memory[at + HEADER_BYTES : at + size] for at, size in zip(starts, sizes, strict=True)]
 
     def reclaim(self, free_bytes: int) -> list[int]:
         """Withdraw the blocks that would leave next until that much is free or leaving; the caller holds them."""
@@ -139,10 +141,9 @@ class DramTier(Tier):
             self._space.evicted_blocks += len(rows)
             return rows
 
-    def _forget(self, row: int) -> None:
-        self.header[row] = None
-        self.generation[row] += 1
-        self.on_free(row)
+    def _forget(self, rows: list[int]) -> None:
+        self.generation[rows] += 1
+        self.on_free(rows)
 
     # The tier interface ----------------------------------------------------------------------------------
 
@@ -187,16 +188,19 @@ class DramTier(Tier):
         return outcomes
 
     def _write_one(self, frame: Frame) -> Outcome:
+        header = frame.header
         with self.lock:
             if self.table.row(frame.address) != NO_ROW:
                 return Outcome.HIT
-            row = self.take(frame.header.frame_bytes, frame.header)
-        if row == NO_ROW:
-            return Outcome.REJECTED
-        np.copyto(self.payload(row), frame.payload)
+            rows = self.take(header.frame_bytes)
+            if not rows:
+                return Outcome.REJECTED
+            self.header[rows[0]] = header
+        np.copyto(self.payload(rows[0]), frame.payload)
         with self.lock:
-            self._stats.written_bytes += frame.header.frame_bytes
-            self.publish(row)
+            self._stats.written_bytes += header.frame_bytes
+            self.publish(header.shelf, rows, [header.key], [header.parent])
+            self.release(rows)
         return Outcome.HIT
 
     def delete(self, addresses: Sequence[Address]) -> list[Outcome]:
@@ -225,5 +229,5 @@ class DramTier(Tier):
             )
 
 
-def _unheard(row: int) -> None:
+def _unheard(rows: list[int]) -> None:
     """Nobody wants to know."""

@@ -20,11 +20,15 @@ from kvtide.tiers.table import BlockTable
 class Space:
     """The table of a local tier together with the free ranges of its medium. No locks: its tier has one.
 
-    `on_evict` hears of each block before it leaves, `on_free` of each row whose place is free again.
+    `on_evict` hears of blocks before they leave, `on_free` of rows whose places are free again.
     """
 
     def __init__(
-        self, table: BlockTable, *, on_free: Callable[[int], None], on_evict: Callable[[int], None] | None = None
+        self,
+        table: BlockTable,
+        *,
+        on_free: Callable[[list[int]], None],
+        on_evict: Callable[[list[int]], None] | None = None,
     ) -> None:
         self.table = table
         self.extents = Extents()
@@ -36,39 +40,49 @@ class Space:
     def used_bytes(self) -> int:
         return self.extents.capacity_bytes - self.extents.free_bytes
 
-    def take(self, extent: int) -> int:
-        """An offset with that much room behind it, now taken; -1 at once when nothing can leave."""
-        offset = self.extents.take(extent)
-        if offset >= 0 or extent > self.extents.capacity_bytes:
-            return offset
-        self.evict(extent)
-        offset = self.extents.take(extent)
-        if offset >= 0:
-            return offset
-        self._leave(self._neighbours(extent), is_evicted=False)
-        return self.extents.take(extent)
+    def take(self, extent: int, count: int = 1) -> list[int]:
+        """Offsets with that much room behind each, now taken: `count` of them, or fewer when no more can leave."""
+        offsets = self._take_free(extent, count)
+        missing = count - len(offsets)
+        if not missing or extent > self.extents.capacity_bytes:
+            return offsets
+        if not self.evict(missing * extent):  # not that much can leave: as much as can
+            while self.evict(extent):
+                pass
+        offsets += self._take_free(extent, missing)
+        while len(offsets) < count and self._leave(self._neighbours(extent), is_evicted=False):
+            offsets += self._take_free(extent, 1)
+        return offsets
+
+    def _take_free(self, extent: int, count: int) -> list[int]:
+        offsets: list[int] = []
+        while len(offsets) < count and (offset := self.extents.take(extent)) >= 0:
+            offsets.append(offset)
+        return offsets
 
     def evict(self, need_bytes: int) -> int:
         """Let the policy give up blocks of that many bytes, or none. Returns how many blocks left."""
         rows = self.table.policy.evict(need_bytes, self.table.held)
-        self._leave(rows, is_evicted=True)
-        return len(rows)
+        return self._leave(rows, is_evicted=True)
 
-    def free(self, row: int) -> None:
-        """The place of an invisible row that nobody holds is free."""
-        self.extents.give(int(self.table.offset[row]), int(self.table.extent[row]))
-        self.table.free_row(row)
-        self._on_free(row)
+    def free(self, rows: list[int]) -> None:
+        """The places of invisible rows that nobody holds are free."""
+        by_extent: dict[int, list[int]] = {}
+        for offset, extent in zip(self.table.offset[rows].tolist(), self.table.extent[rows].tolist(), strict=True):
+            by_extent.setdefault(extent, []).append(offset)
+        for extent, offsets in by_extent.items():
+            self.extents.give(offsets, extent)
+        self.table.free_rows(rows)
+        self._on_free(rows)
 
-    def _leave(self, rows: list[int], *, is_evicted: bool) -> None:
-        if self._on_evict is not None:
-            for row in rows:
-                self._on_evict(row)
+    def _leave(self, rows: list[int], *, is_evicted: bool) -> int:
         if rows:
+            if self._on_evict is not None:
+                self._on_evict(rows)
             self.table.hide(rows, is_evicted=is_evicted)
-        for row in rows:
-            self.free(row)
-        self.evicted_blocks += len(rows)
+            self.free(rows)
+            self.evicted_blocks += len(rows)
+        return len(rows)
 
     def _neighbours(self, extent: int) -> list[int]:
         table = self.table

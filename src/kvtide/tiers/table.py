@@ -96,38 +96,44 @@ class BlockTable:
         assert key is not None
         return Address(self._shelves[self.shelf[row]], key)
 
-    def take_row(self, offset: int, extent: int, frame_bytes: int) -> int:
-        """A row for a block that is not visible yet. It is held once: by whoever fills it."""
-        if self._free_rows:
-            row = self._free_rows.pop()
-        else:
-            row = len(self.key)
-            self.key.append(None)
-            if row == len(self.held):
-                self._grow()
-        self.offset[row], self.extent[row], self.frame_bytes[row] = offset, extent, frame_bytes
-        self.held[row] = 1
-        return row
+    def take_rows(self, offsets: list[int], extent: int, frame_bytes: int) -> list[int]:
+        """Rows for blocks of one size that are not visible yet. Each is held once: by whoever fills it."""
+        rows = []
+        for _ in offsets:
+            if self._free_rows:
+                rows.append(self._free_rows.pop())
+            else:
+                rows.append(len(self.key))
+                self.key.append(None)
+        while len(self.key) > len(self.held):
+            self._grow()
+        self.offset[rows], self.extent[rows], self.frame_bytes[rows], self.held[rows] = offsets, extent, frame_bytes, 1
+        return rows
 
-    def insert(self, row: int, address: Address, parent: Key) -> bool:
-        """Make a taken row visible under its address. False, and nothing done, when there is no shelf for it."""
-        shelf, key = self.shelf_id(address.shelf), address.key
-        if shelf == NO_ROW:
+    def insert(self, shelf: Shelf, rows: list[int], keys: Sequence[Key], parents: Sequence[Key]) -> bool:
+        """Make taken rows visible under their keys, first block of a chain first.
+
+        False, and nothing done, when there is no shelf for them.
+        """
+        number = self.shelf_id(shelf)
+        if number == NO_ROW:
             return False
-        index = self._indexes[shelf]
-        assert key not in index and self.shelf[row] == NO_ROW
-        index[key] = row
-        self.key[row] = key
-        self.shelf[row] = shelf
-        self.blocks += 1
-        parent_row = NO_ROW if parent == NO_PARENT else index.get(parent, NO_ROW)
-        self.policy.insert(row, parent_row, int(self.extent[row]))
-        if parent != NO_PARENT and parent_row == NO_ROW:
-            self._orphan(row, shelf, parent)
-        if children := self._orphans.pop((shelf, key), None):
-            self.policy.link(children, row)
-            for child in children:
-                del self._orphan_of[child]
+        index = self._indexes[number]
+        parent_rows = []
+        for row, key, parent in zip(rows, keys, parents, strict=True):
+            assert key not in index, "a block became visible twice"
+            index[key] = row
+            self.key[row] = key
+            parent_rows.append(index.get(parent, NO_ROW))
+        self.shelf[rows] = number
+        self.blocks += len(rows)
+        self.policy.insert(np.array(rows, np.int64), np.array(parent_rows, np.int64), self.extent[rows])
+        for row, parent, parent_row in zip(rows, parents, parent_rows, strict=True):
+            if parent_row == NO_ROW and parent != NO_PARENT:
+                self._orphan(row, number, parent)
+        if self._orphans:
+            for row, key in zip(rows, keys, strict=True):
+                self._adopt(row, number, key)
         return True
 
     def hide(self, rows: list[int], *, is_evicted: bool = False) -> None:
@@ -138,22 +144,22 @@ class BlockTable:
                 key = self.key[parent]
                 assert key is not None
                 self._orphan(child, int(self.shelf[child]), key)
-        for row in rows:
+        for row, number in zip(rows, self.shelf[rows].tolist(), strict=True):
             key = self.key[row]
             assert key is not None
-            del self._indexes[self.shelf[row]][key]
-            self.shelf[row] = NO_ROW
+            del self._indexes[number][key]
             self.key[row] = None
             if row in self._orphan_of:
                 self._forget_orphan(row)
+        self.shelf[rows] = NO_ROW
         self.blocks -= len(rows)
 
-    def free_row(self, row: int) -> None:
-        """Give a taken, invisible row back."""
-        assert self.shelf[row] == NO_ROW
-        self.held[row] = 0
-        self.extent[row] = 0
-        self._free_rows.append(row)
+    def free_rows(self, rows: list[int]) -> None:
+        """Give taken, invisible rows back."""
+        assert (self.shelf[rows] == NO_ROW).all()
+        self.held[rows] = 0
+        self.extent[rows] = 0
+        self._free_rows += rows
 
     def load(
         self,
@@ -189,7 +195,7 @@ class BlockTable:
         self.key = [None] * high
         for row, key in zip(rows.tolist(), keys, strict=True):
             self.key[row] = key
-        self.policy.insert_all(rows, parent_rows, extents[1], clocks)
+        self.policy.insert(rows, parent_rows, extents[1], clocks)
         for i in np.flatnonzero(parent_rows == NO_ROW).tolist():
             if parents[i] != NO_PARENT:
                 self._orphan(int(rows[i]), int(shelf[i]), parents[i])
@@ -219,6 +225,12 @@ class BlockTable:
     def _orphan(self, row: int, shelf: int, parent: Key) -> None:
         self._orphans.setdefault((shelf, parent), []).append(row)
         self._orphan_of[row] = (shelf, parent)
+
+    def _adopt(self, row: int, shelf: int, key: Key) -> None:
+        if children := self._orphans.pop((shelf, key), None):
+            self.policy.link(children, row)
+            for child in children:
+                del self._orphan_of[child]
 
     def _forget_orphan(self, row: int) -> None:
         place = self._orphan_of.pop(row)

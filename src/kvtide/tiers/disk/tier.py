@@ -120,7 +120,7 @@ class DiskTier(Tier):
             self._data.truncate(limit)
         self.table = BlockTable(self._policy or LeafLru())
         self._freed: list[int] = []  # rows whose records are yet to be erased
-        self._space = Space(self.table, on_free=self._freed.append)
+        self._space = Space(self.table, on_free=self._freed.extend)
         self._space.extents.grow(self._data.size_bytes // ALIGNMENT * ALIGNMENT)
         self.recovered = recovery.load(self._index, self._space)
         self._freed.clear()
@@ -215,7 +215,7 @@ class DiskTier(Tier):
     def _let_go(self, row: int) -> None:
         self.table.held[row] -= 1
         if not self.table.held[row] and self.table.shelf[row] == NO_ROW:
-            self._space.free(row)
+            self._space.free([row])
             self._erase_freed()
 
     # Writing -----------------------------------------------------------------------------------------------
@@ -275,9 +275,8 @@ class DiskTier(Tier):
         offset = self._space.extents.take(extent)
         while offset < 0 and self._grow_data(extent):
             offset = self._space.extents.take(extent)
-        if offset < 0:
-            offset = self._space.take(extent)
-        return NO_ROW if offset < 0 else self.table.take_row(offset, extent, frame.header.frame_bytes)
+        offsets = [offset] if offset >= 0 else self._space.take(extent)
+        return self.table.take_rows(offsets, extent, frame.header.frame_bytes)[0] if offsets else NO_ROW
 
     def _write_run(self, run: list[Piece], deadline: Deadline) -> int:
         if deadline.has_passed:
@@ -309,19 +308,17 @@ class DiskTier(Tier):
         self, run: list[Piece], frames: Sequence[Frame], error: OSError | None, outcomes: list[Outcome]
     ) -> None:
         """A run's frames become visible, or give back what they took."""
+        outcome = _outcome_of(error)
         with self._lock:
             for piece in run:
-                frame = frames[piece.at]
-                outcomes[piece.at] = _outcome_of(error)
-                is_cleared = self._pending.pop(frame.address) != piece.row
-                if is_cleared:
-                    outcomes[piece.at] = Outcome.REJECTED
-                if (
-                    error is None
-                    and not is_cleared
-                    and self.table.insert(piece.row, frame.address, frame.header.parent)
-                ):
-                    self._stats.written_bytes += len(piece.memory)
+                header = frames[piece.at].header
+                is_cleared = self._pending.pop(header.address) != piece.row
+                outcomes[piece.at] = Outcome.REJECTED if is_cleared else outcome
+                if outcomes[piece.at] is Outcome.HIT:
+                    if self.table.insert(header.shelf, [piece.row], [header.key], [header.parent]):
+                        self._stats.written_bytes += len(piece.memory)
+                    else:
+                        outcomes[piece.at] = Outcome.REJECTED
                 self._let_go(piece.row)
 
     # Room --------------------------------------------------------------------------------------------------
@@ -368,7 +365,7 @@ class DiskTier(Tier):
         if number == NO_ROW:
             return False
         if number not in self._shelf_rows:
-            self._shelf_rows[number] = self.table.take_row(0, 0, 0)
+            [self._shelf_rows[number]] = self.table.take_rows([0], 0, 0)
         try:
             self._index.write([self._shelf_rows[number]], shelf_record(shelf, number))
         except OSError as error:
@@ -409,9 +406,7 @@ class DiskTier(Tier):
         self.table.hide(rows)
         self._freed += rows
         self._erase_freed()
-        for row in rows:
-            if not self.table.held[row]:
-                self._space.free(row)
+        self._space.free([row for row, held in zip(rows, self.table.held[rows].tolist(), strict=True) if not held])
         self._freed.clear()
 
     def stats(self) -> TierStats:
