@@ -105,6 +105,8 @@ class Header(msgspec.Struct, frozen=True):
             raise BadField("chain position or token count out of range", position=self.position, tokens=self.tokens)
         if (self.position == 0) != (self.parent == NO_PARENT):
             raise BadField("the first block of a chain, and only it, has no parent", position=self.position)
+        if min(self.shape) < 0 or max(self.shape) >= 1 << 32:
+            raise BadField("shape out of range", shape=self.shape)
         if self.raw_bytes > PAYLOAD_BYTES_MAX or not 0 <= self.stored_bytes <= PAYLOAD_BYTES_MAX:
             raise BadField("payload too large", shape=self.shape, stored_bytes=self.stored_bytes)
         if self.codecs != NO_CODECS:

@@ -50,7 +50,7 @@ class LeafLru:
         self._bytes[rows] = sizes
         self._parent[rows] = parents
         self._children[rows] = 0
-        np.add.at(self._children, parents[parents != NO_ROW], 1)
+        self._add_children(parents)
 
     def link(self, children: list[int], parent: int) -> None:
         self._parent[children] = parent
@@ -130,8 +130,14 @@ class LeafLru:
     def _put_back(self, rows: list[int], clocks: list[int]) -> None:
         self._candidates = []  # the next call scans afresh
         self._clock[rows] = clocks
-        parents = self._parent[rows]
-        np.add.at(self._children, parents[parents != NO_ROW], 1)
+        self._add_children(self._parent[rows])
+
+    def _add_children(self, parents: npt.NDArray[np.integer]) -> None:
+        known = parents[parents != NO_ROW]
+        if len(known) < self._high // 8:
+            np.add.at(self._children, known, 1)
+        else:  # a whole table at once: counting is faster than adding one by one
+            self._children[: self._high] += np.bincount(known, minlength=self._high).astype(np.int32)
 
     def _reach(self, rows: int) -> None:
         if rows > len(self._clock):

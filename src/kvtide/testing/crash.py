@@ -195,9 +195,10 @@ class _Tally:
 
     def fail(self, plan: Plan, count: int, what: str) -> int:
         """Keep a line about something that is not as promised, if anything is. Returns the count."""
-        if count and len(self.failures) < _FAILURES_MAX:
-            life = f"point={plan.point!r} nth={plan.nth} cut={plan.cut:.3f} bytes_max={plan.bytes_max}"
-            self.failures.append(f"life {plan.name} ({life} roomy={plan.is_roomy}): {count} {what}")
+        life = f"point={plan.point!r} nth={plan.nth} cut={plan.cut:.3f} bytes_max={plan.bytes_max}"
+        line = f"life {plan.name} ({life} roomy={plan.is_roomy}): {count} {what}"
+        if count and len(self.failures) < _FAILURES_MAX and line not in self.failures:
+            self.failures.append(line)
         return count
 
     def result(self, seed: int) -> CampaignResult:

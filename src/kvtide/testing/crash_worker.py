@@ -253,9 +253,10 @@ class TrappedFile(RawFile):
         self._trap.at("after", what)
 
     def truncate(self, size_bytes: int) -> None:
-        self._trap.at("before", CUT_DATA)
+        what = CUT_DATA if self._is_data else "cut index"
+        self._trap.at("before", what)
         super().truncate(size_bytes)
-        self._trap.at("after", CUT_DATA)
+        self._trap.at("after", what)
 
     def sync(self) -> None:
         self._trap.at("before", "sync")

@@ -232,6 +232,11 @@ class TierSuite:
         if not tier.traits.checksummed:
             pytest.skip(f"{tier.traits.name} does not claim to find damage: its frames have no checksums")
 
+    def payload_bytes_max(self, tier: Tier) -> int:
+        if tier.traits.frame_bytes_max > 1 << 30:
+            pytest.skip(f"{tier.traits.name} takes frames that are too large for a test")
+        return tier.traits.frame_bytes_max - HEADER_BYTES
+
     def raw(self, tier: Tier, frame: Frame) -> bytearray:
         raw = self.raw_get(tier, frame.address)
         assert raw is not None
@@ -251,18 +256,14 @@ class TierSuite:
         assert_has(tier, [frame])
 
     def test_the_largest_frame_that_the_traits_allow_comes_back(self, small: Tier) -> None:
-        if small.traits.frame_bytes_max > 1 << 30:
-            pytest.skip(f"{small.traits.name} takes frames too large for a test: {small.traits.frame_bytes_max} bytes")
-        frame = one("a", small.traits.frame_bytes_max - HEADER_BYTES)
+        frame = one("a", self.payload_bytes_max(small))
         store(small, [frame])
         assert_has(small, [frame])
 
     def test_the_largest_frame_enters_a_full_tier(self, small: Tier) -> None:
-        if small.traits.frame_bytes_max > 1 << 30:
-            pytest.skip(f"{small.traits.name} takes frames too large for a test: {small.traits.frame_bytes_max} bytes")
         for filler in many("filler", 150):
             small.write([filler])
-        frame = one("a", small.traits.frame_bytes_max - HEADER_BYTES)
+        frame = one("a", self.payload_bytes_max(small))
         outcome = small.write([frame])[0]
         assert outcome in (HIT, REJECTED)
         assert present(small, [frame]) == ([frame.address] if outcome is HIT else [])
@@ -683,11 +684,9 @@ class TierSuite:
         assert small.stats().bytes_used == 0
 
     def test_a_frame_larger_than_the_traits_allow_is_rejected(self, small: Tier) -> None:
-        if small.traits.frame_bytes_max > 1 << 30:
-            pytest.skip(f"{small.traits.name} takes frames too large for a test: {small.traits.frame_bytes_max} bytes")
         here = many("a", 10)
         store(small, here)
-        too_large = one("large", small.traits.frame_bytes_max - HEADER_BYTES + 1)
+        too_large = one("large", self.payload_bytes_max(small) + 1)
         assert small.write([too_large, one("b"), too_large]) == [REJECTED, HIT, REJECTED]
         assert_lacks(small, [too_large])
         assert_has(small, [*here, one("b")])

@@ -168,41 +168,45 @@ class BlockTable:
         rows: Rows,
         shelf: npt.NDArray[np.int32],
         keys: list[Key],
+        parent_rows: Rows,
         parents: list[Key],
         extents: tuple[Rows, Rows, Rows],
         clocks: Rows,
     ) -> None:
         """Fill an empty table with blocks that a medium has kept, and take rows that it needs for itself.
 
-        `extents`: offset, extent and frame_bytes of each block; everything else is parallel to `rows` too.
+        Everything is parallel to `rows`, which ascend, but for `parents`: the parents' keys where `parent_rows`
+        has NO_ROW, in order. `extents`: offset, extent and frame_bytes.
         """
         assert not self.key and not self._shelves
         self._load_shelves(shelves)
-        high = max(int(rows.max()) + 1 if len(rows) else 0, reserved_rows[-1] + 1 if reserved_rows else 0)
+        high = max(int(rows[-1]) + 1 if len(rows) else 0, reserved_rows[-1] + 1 if reserved_rows else 0)
         while len(self.held) < high:
             self._grow()
         self.offset[rows], self.extent[rows], self.frame_bytes[rows] = extents
         self.shelf[rows] = shelf
         self.held[reserved_rows] = 1
-        parent_rows = np.full(len(rows), NO_ROW, np.int64)
-        for number in shelves:
-            index = self._indexes[number]
-            at = np.arange(len(rows)) if len(shelves) == 1 else np.flatnonzero(shelf == number)
-            places = at.tolist()
-            index.update(zip((keys[i] for i in places), rows[at].tolist(), strict=True))
-            found = map(index.get, (parents[i] for i in places), repeat(NO_ROW))
-            parent_rows[at] = np.fromiter(found, np.int64, len(places))
-        self.key = [None] * high
-        for row, key in zip(rows.tolist(), keys, strict=True):
-            self.key[row] = key
+        self._load_keys(shelves, rows, shelf, keys, high)
+        for i, parent in zip(np.flatnonzero(parent_rows == NO_ROW).tolist(), parents, strict=True):
+            if parent != NO_PARENT:
+                parent_rows[i] = self._indexes[shelf[i]].get(parent, NO_ROW)
+                if parent_rows[i] == NO_ROW:
+                    self._orphan(int(rows[i]), int(shelf[i]), parent)
         self.policy.insert(rows, parent_rows, extents[1], clocks)
-        for i in np.flatnonzero(parent_rows == NO_ROW).tolist():
-            if parents[i] != NO_PARENT:
-                self._orphan(int(rows[i]), int(shelf[i]), parents[i])
         is_free = np.ones(high, np.bool_)
         is_free[rows] = is_free[reserved_rows] = False
         self._free_rows = np.flatnonzero(is_free)[::-1].tolist()
         self.blocks = len(rows)
+
+    def _load_keys(
+        self, shelves: dict[int, Shelf], rows: Rows, shelf: npt.NDArray[np.int32], keys: list[Key], high: int
+    ) -> None:
+        by_row = np.full(high, None, np.object_)
+        by_row[rows] = keys
+        self.key = by_row.tolist()
+        for number in shelves:
+            its_rows = rows if len(shelves) == 1 else rows[shelf == number]
+            self._indexes[number] = dict(zip(by_row[its_rows].tolist(), its_rows.tolist(), strict=True))
 
     def _load_shelves(self, shelves: dict[int, Shelf]) -> None:
         for number in range(max(shelves, default=-1) + 1):

@@ -104,7 +104,6 @@ def _tier_trial(setting: Setting, *, is_read: bool) -> Iterator[Trial]:
     finally:
         tier.close()
         raw.close()
-        del slots
         arena.close()
 
 
@@ -125,7 +124,6 @@ def _spill(setting: Setting) -> Iterator[Trial]:
             subject()
         yield Trial(subject, raw.write, work=_WORK, note="reserve, copy, publish, spill; baseline: bare writes")
     raw.close()
-    del slots
     arena.close()
 
 
@@ -148,7 +146,6 @@ def _fetch(setting: Setting) -> Iterator[Trial]:
         yield Trial(subject, raw.read, work=_WORK, note="match, fetch, copy, release; baseline: bare reads")
         assert np.all(targets[0] == 7)
     raw.close()
-    del slots
     arena.close()
 
 

@@ -96,7 +96,6 @@ def _write(setting: Setting) -> Iterator[Trial]:
             return Measured(time.perf_counter() - start_s)
 
         yield Trial(subject, baseline, work=BLOCKS * LAYOUT.payload_bytes, note="baseline: memcpy")
-    del slots
     arena.close()
 
 
@@ -116,7 +115,6 @@ def _read(setting: Setting) -> Iterator[Trial]:
             load(store, keys, targets)
 
         yield Trial(subject, baseline, work=BLOCKS * LAYOUT.payload_bytes, note="baseline: memcpy")
-    del slots
     arena.close()
 
 

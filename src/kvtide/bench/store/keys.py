@@ -66,11 +66,9 @@ def _ready_keys(setting: Setting) -> Iterator[Trial]:
 
         def baseline() -> None:
             for _ in range(_REPEATS):
-                blocks = 0
                 for key in keys:
                     if key not in plain:
                         break
-                    blocks += 1
 
         def subject() -> None:
             for _ in range(_REPEATS):

@@ -11,7 +11,8 @@
         64      8  offset in the data file
         72      8  frame bytes
         80      8  clock of the last use
-        88     24  zero
+        88      4  row of the parent, -1: unknown
+        92     20  zero
        112      4  kind 1                        kind 2            (0: the row is free)
        116      4  number of its shelf           its own number
        120      8  checksum of bytes 0 to 119
@@ -51,7 +52,8 @@ BLOCK_RECORD = np.dtype(
         ("offset", "<i8"),
         ("frame_bytes", "<i8"),
         ("clock", "<i8"),
-        ("zero", "V24"),
+        ("parent_row", "<i4"),
+        ("zero", "V20"),
         ("kind", "<u4"),
         ("shelf", "<u4"),
         ("check", "<u8"),
@@ -90,13 +92,15 @@ class IndexFile:
         self._check_head(path)
 
     def _create(self) -> None:
-        self._file.allocate(0, RECORDS_AT)
-        self.allocated_bytes = RECORDS_AT
+        """Write the head before the file is long enough to need one: whoever dies in between leaves none behind."""
         page = np.zeros(ALIGNMENT, np.uint8)
         head = _HEAD.pack(_MAGIC, _VERSION, RECORD_BYTES, 0)
         head = head[:-8] + xxh3_64_intdigest(head).to_bytes(8, "little")
         page[: len(head)] = np.frombuffer(head, np.uint8)
         self._file.write([page], 0)
+        self._file.sync()  # a power loss must not keep the length and lose the head
+        self._file.allocate(0, RECORDS_AT)
+        self.allocated_bytes = RECORDS_AT
 
     def _check_head(self, path: Path) -> None:
         page = np.zeros(_HEAD.size, np.uint8)
@@ -128,6 +132,13 @@ class IndexFile:
         """Room for more rows; raises OSError when the device is full."""
         self._file.allocate(self.allocated_bytes, self._step_bytes)
         self.allocated_bytes += self._step_bytes
+
+    def shrink(self, size_bytes: int) -> None:
+        """Give up the records beyond that size, if there are any."""
+        size_bytes = max(RECORDS_AT, size_bytes // ALIGNMENT * ALIGNMENT)
+        if self.allocated_bytes > size_bytes:
+            self._file.truncate(size_bytes)
+            self.allocated_bytes = size_bytes
 
     def read_all(self) -> Records:
         """Every record, whatever its kind and state."""

@@ -8,6 +8,7 @@ believed; only a power loss leaves such pairs).
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from kvtide.frame import HEADER_BYTES
 from kvtide.keys import Shelf
+from kvtide.policy.policy import NO_ROW
 from kvtide.tiers.disk.files import ALIGNMENT
 from kvtide.tiers.disk.index import BLOCK, FREE, SHELF, SHELF_RECORD, IndexFile, Records, checksums, keys_of
 from kvtide.tiers.space import Space
@@ -27,6 +29,7 @@ from kvtide.tiers.table import SHELVES_MAX, BlockTable
 log = logging.getLogger(__name__)
 
 Mask = npt.NDArray[np.bool_]
+RowNumbers = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +46,30 @@ def load(index: IndexFile, space: Space) -> Recovered:
     """Fill an empty table and space from the index; records that are dropped are erased from it."""
     with _no_garbage_collection():
         records = index.read_all()
-        sound = checksums(records) == records["check"]
-        is_written = records["kind"] != FREE
-        shelves, shelf_rows = _shelves(records, sound & (records["kind"] == SHELF))
-        blocks = np.flatnonzero(sound & (records["kind"] == BLOCK))
-        blocks = _believable(records, blocks, space.extents.capacity_bytes, set(shelf_rows))
-        keep = np.zeros(len(records), np.bool_)
-        keep[blocks] = True
-        keep[list(shelf_rows.values())] = True
-        dropped = np.flatnonzero(is_written & ~keep).tolist()
+        is_sound = checksums(records) == records["check"]
+        shelves, shelf_rows = _shelves(records, is_sound & (records["kind"] == SHELF))
+        keep = is_sound & (records["kind"] == BLOCK) & _is_possible(records, space.extents.capacity_bytes, shelves)
+        rows = _without_rivals(records, np.flatnonzero(keep))
+        _fill(space, records, rows, shelves, shelf_rows)
+        is_left_out = records["kind"] != FREE
+        is_left_out[rows] = False
+        is_left_out[list(shelf_rows.values())] = False
+        dropped = np.flatnonzero(is_left_out).tolist()
         index.erase(dropped)
-        _fill(space, records[blocks], blocks, shelves, shelf_rows)
+        clock = int(records["clock"][rows].max()) if len(rows) else 0
+        recovered = Recovered(len(rows), len(dropped), clock, shelf_rows)
+    del records, is_sound, keep, rows, is_left_out
+    _give_back_memory()
     if dropped:
-        log.warning("disk.recovered blocks=%d dropped=%d", len(blocks), len(dropped))
-    clock = int(records["clock"][blocks].max()) if len(blocks) else 0
-    return Recovered(len(blocks), len(dropped), clock, shelf_rows)
+        log.warning("disk.recovered blocks=%d dropped=%d", recovered.blocks, recovered.dropped)
+    return recovered
 
 
-def _shelves(records: Records, is_shelf: Mask) -> tuple[list[Shelf], dict[int, int]]:
-    """All shelves by number, and the rows of their records. Numbers without a record get a stand-in."""
-    found: dict[int, Shelf] = {}
+def _shelves(records: Records, is_shelf: Mask) -> tuple[dict[int, Shelf], dict[int, int]]:
+    """The shelves by number, and the rows of their records."""
+    shelves: dict[int, Shelf] = {}
     rows: dict[int, int] = {}
+    known: set[Shelf] = set()
     at = np.flatnonzero(is_shelf)
     for row, record in zip(at.tolist(), records[at].view(SHELF_RECORD), strict=True):
         try:
@@ -71,54 +77,50 @@ def _shelves(records: Records, is_shelf: Mask) -> tuple[list[Shelf], dict[int, i
         except ValueError:
             continue
         number = int(record["number"])
-        if number < SHELVES_MAX and number not in found and shelf not in found.values():
-            found[number], rows[number] = shelf, row
-    return [found[number] for number in sorted(found)], rows
+        if number < SHELVES_MAX and number not in shelves and shelf not in known:
+            shelves[number], rows[number] = shelf, row
+            known.add(shelf)
+    return shelves, rows
 
 
-def _believable(
-    records: Records, blocks: npt.NDArray[np.intp], capacity: int, shelves: set[int]
-) -> npt.NDArray[np.intp]:
-    its = records[blocks]
-    offset, frame_bytes = its["offset"], its["frame_bytes"]
-    is_inside = (offset >= 0) & (offset % ALIGNMENT == 0) & (frame_bytes >= HEADER_BYTES) & (frame_bytes <= capacity)
-    is_inside &= offset <= capacity - frame_bytes
-    is_inside &= np.isin(its["shelf"], list(shelves))
-    blocks = blocks[is_inside]
-    # Newest first: of two records that claim the same place or address the newer one is kept.
-    blocks = blocks[np.argsort(-records["clock"][blocks], kind="stable")]
-    return _without_overlaps(records, _without_repeats(records, blocks))
+def _is_possible(records: Records, capacity_bytes: int, shelves: dict[int, Shelf]) -> Mask:
+    offset, frame_bytes = records["offset"], records["frame_bytes"]
+    is_inside: Mask = (offset >= 0) & (offset % ALIGNMENT == 0)
+    is_inside &= (frame_bytes >= HEADER_BYTES) & (frame_bytes <= capacity_bytes)
+    is_inside &= offset <= capacity_bytes - _extent(frame_bytes)
+    return is_inside & np.isin(records["shelf"], list(shelves))
 
 
-def _without_repeats(records: Records, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    lanes = np.ascontiguousarray(records["key"][blocks]).view("<u8").reshape(len(blocks), 4)
-    digests = lanes[:, 0] ^ records["shelf"][blocks]
-    if len(np.unique(digests)) == len(blocks):  # the common case, without a step per block
-        return blocks
-    seen: set[tuple[int, bytes]] = set()
-    keep = np.ones(len(blocks), np.bool_)
-    for i, key in enumerate(keys_of(records["key"][blocks])):
-        name = (int(records["shelf"][blocks[i]]), key)
-        keep[i] = name not in seen
-        seen.add(name)
-    return blocks[keep]
-
-
-def _without_overlaps(records: Records, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+def _without_rivals(records: Records, rows: RowNumbers) -> RowNumbers:
+    """Of records that claim the same address or the same place, keep the newest."""
+    lanes = np.ascontiguousarray(records["key"][rows]).view("<u8").reshape(len(rows), 4)
+    digests = np.sort(lanes[:, 0] ^ records["shelf"][rows])
+    if (digests[1:] == digests[:-1]).any():
+        rows = _without_repeats(records, rows)
     while True:
-        order = np.argsort(records["offset"][blocks], kind="stable")
-        offset, end = records["offset"][blocks[order]], _ends(records, blocks[order])
-        clash = np.flatnonzero(offset[1:] < end[:-1])
+        by_place = rows[np.argsort(records["offset"][rows], kind="stable")]
+        start, end = (
+            records["offset"][by_place],
+            records["offset"][by_place] + _extent(records["frame_bytes"][by_place]),
+        )
+        clash = np.flatnonzero(start[1:] < end[:-1])
         if not len(clash):
-            return blocks[order]
-        clock = records["clock"][blocks[order]]
-        older = np.where(clock[clash] < clock[clash + 1], clash, clash + 1)
-        blocks = np.delete(blocks[order], np.unique(older))
+            return rows
+        first, second = by_place[clash], by_place[clash + 1]
+        older = np.where(records["clock"][first] < records["clock"][second], first, second)
+        rows = np.setdiff1d(rows, older)
 
 
-def _ends(records: Records, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-    ends: npt.NDArray[np.int64] = records["offset"][blocks] + _extent(records["frame_bytes"][blocks])
-    return ends
+def _without_repeats(records: Records, rows: RowNumbers) -> RowNumbers:
+    newest: dict[tuple[int, bytes], int] = {}
+    clock = records["clock"]
+    for row, key, shelf in zip(
+        rows.tolist(), keys_of(records["key"][rows]), records["shelf"][rows].tolist(), strict=True
+    ):
+        other = newest.get((shelf, key))
+        if other is None or clock[other] < clock[row]:
+            newest[shelf, key] = row
+    return np.array(sorted(newest.values()), np.intp)
 
 
 def _extent(frame_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -126,21 +128,38 @@ def _extent(frame_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _fill(
-    space: Space, its: Records, rows: npt.NDArray[np.intp], shelves: list[Shelf], shelf_rows: dict[int, int]
+    space: Space, records: Records, rows: RowNumbers, shelves: dict[int, Shelf], shelf_rows: dict[int, int]
 ) -> None:
-    extents = (its["offset"].astype(np.int64), _extent(its["frame_bytes"]), its["frame_bytes"].astype(np.int64))
-    numbers = np.array(sorted(shelf_rows), np.int64)
+    offset, frame_bytes = records["offset"][rows], records["frame_bytes"][rows]
+    extent = _extent(frame_bytes)
+    parent_rows = _parent_rows(records, rows)
+    parents = keys_of(records["parent"][rows[parent_rows == NO_ROW]])  # to be looked up: those without a sure row
     space.table.load(
-        shelves=dict(zip(numbers.tolist(), shelves, strict=True)),
+        shelves=shelves,
         reserved_rows=sorted(shelf_rows.values()),
-        rows=rows.astype(np.int64),
-        shelf=its["shelf"].astype(np.int32),
-        keys=keys_of(its["key"]),
-        parents=keys_of(its["parent"]),
-        extents=extents,
-        clocks=its["clock"].astype(np.int64),
+        rows=rows,
+        shelf=records["shelf"][rows].astype(np.int32),
+        keys=keys_of(records["key"][rows]),
+        parent_rows=parent_rows,
+        parents=parents,
+        extents=(offset, extent, frame_bytes),
+        clocks=records["clock"][rows],
     )
-    space.extents.occupy(extents[0], extents[1])
+    by_place = np.argsort(offset)
+    space.extents.occupy(offset[by_place], extent[by_place])
+
+
+def _parent_rows(records: Records, rows: RowNumbers) -> npt.NDArray[np.int64]:
+    """The rows of the parents, where a record's hint holds: that row is kept and has the parent's key and shelf."""
+    hint = records["parent_row"][rows].astype(np.int64)
+    is_kept = np.zeros(len(records) + 1, np.bool_)  # one more, for the hint -1
+    is_kept[rows] = True
+    hint[(hint < 0) | (hint >= len(records))] = NO_ROW
+    keys = np.ascontiguousarray(records["key"]).view("<u8").reshape(len(records), 4)
+    parents = np.ascontiguousarray(records["parent"][rows]).view("<u8").reshape(len(rows), 4)
+    holds = is_kept[hint] & (keys[hint] == parents).all(axis=1)
+    holds &= records["shelf"][hint] == records["shelf"][rows]
+    return np.where(holds, hint, NO_ROW)
 
 
 def save_clocks(index: IndexFile, table: BlockTable) -> None:
@@ -163,3 +182,10 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _give_back_memory() -> None:
+    """The columns of a million records leave over 100 MB behind that glibc would keep; other libcs do not."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from kvtide.deadline import NEVER, Deadline
 from kvtide.errors import Closed, ConfigError, Damaged, Truncated
-from kvtide.frame import Frame, Memory, verify
+from kvtide.frame import NO_PARENT, Frame, Header, Memory, verify
 from kvtide.keys import Address, Digest, Key, Shelf
 from kvtide.memory.arena import round_up
 from kvtide.policy.leaf_lru import LeafLru
@@ -39,7 +39,7 @@ from kvtide.tiers.disk import recovery
 from kvtide.tiers.disk.data import DataFile, Piece, runs
 from kvtide.tiers.disk.files import ALIGNMENT, RawFile, supports_direct
 from kvtide.tiers.disk.folder import DATA, INDEX, Folder
-from kvtide.tiers.disk.index import IndexFile, block_records, shelf_record
+from kvtide.tiers.disk.index import RECORD_BYTES, RECORDS_AT, IndexFile, block_records, shelf_record
 from kvtide.tiers.space import Space
 from kvtide.tiers.table import BlockTable
 from kvtide.tiers.tier import Outcome, Tier, TierStats, Traits
@@ -114,6 +114,8 @@ class DiskTier(Tier):
         self.is_direct = supports_direct(self._path)
         step = max(ALIGNMENT, min(1 << 20, self.bytes_max // 1024 // ALIGNMENT * ALIGNMENT))
         self._index = IndexFile(self._path / INDEX, self._open_file, step_bytes=step)
+        # A record describes at least a page, so a larger index is one of a higher bound, and would leave no room.
+        self._index.shrink(RECORDS_AT + self.bytes_max * RECORD_BYTES // ALIGNMENT)
         self._data = DataFile(self._path / DATA, partial(self._open_file, direct=self.is_direct))
         limit = self._data_limit(self._index.allocated_bytes)
         if self._data.size_bytes > limit:  # the bound was lowered, or another version was more generous
@@ -296,6 +298,7 @@ class DiskTier(Tier):
             records["offset"] = self.table.offset[rows]
             records["frame_bytes"] = self.table.frame_bytes[rows]
             records["shelf"] = [self.table.shelf_id(header.shelf) for header in headers]
+            records["parent_row"] = [self._row_of_parent(header) for header in headers]
             self._clock += 1
             records["clock"] = self._clock
         try:
@@ -303,6 +306,13 @@ class DiskTier(Tier):
         except OSError as error:
             return error
         return None
+
+    def _row_of_parent(self, header: Header) -> int:
+        if header.parent == NO_PARENT:
+            return NO_ROW
+        parent = Address(header.shelf, header.parent)
+        row = self.table.row(parent)
+        return self._pending.get(parent, NO_ROW) if row == NO_ROW else row
 
     def _settle(
         self, run: list[Piece], frames: Sequence[Frame], error: OSError | None, outcomes: list[Outcome]
