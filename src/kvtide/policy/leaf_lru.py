@@ -46,6 +46,7 @@ class LeafLru:
             self.touch(rows)
         else:
             self._clock[rows] = clocks
+            self._candidates, self._scanned_to = [], -1  # these may be older than what the last scan found
             self._now = max(self._now, int(clocks.max()))
         self._bytes[rows] = sizes
         self._parent[rows] = parents
@@ -62,8 +63,12 @@ class LeafLru:
 
     def remove(self, rows: Rows) -> tuple[Rows, Rows]:
         parents = self._parent[rows]
-        np.subtract.at(self._children, parents[parents != NO_ROW], 1)
+        parents = parents[parents != NO_ROW]
+        np.subtract.at(self._children, parents, 1)
         self._clock[rows] = _ABSENT
+        for parent in np.unique(parents[self._children[parents] == 0]).tolist():
+            if self._clock[parent] <= self._scanned_to:
+                heapq.heappush(self._candidates, (int(self._clock[parent]), parent))
         self._parent[rows] = NO_ROW
         if not self._children[rows].any():
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -128,7 +133,7 @@ class LeafLru:
         self._candidates = sorted(zip(clocks.tolist(), leaves.tolist(), strict=True))  # sorted is a heap
 
     def _put_back(self, rows: list[int], clocks: list[int]) -> None:
-        self._candidates = []  # the next call scans afresh
+        self._candidates, self._scanned_to = [], -1  # the next call scans afresh
         self._clock[rows] = clocks
         self._add_children(self._parent[rows])
 

@@ -137,7 +137,7 @@ def run_campaign(
     """
     assert kills > 0
     folder.mkdir(parents=True, exist_ok=True)
-    with _nursery(folder / "worker.log") as nursery:
+    with open_nursery(folder / "worker.log") as nursery:
         campaign = _Campaign(folder, seed, bytes_max, open_tier, nursery)
         for number, point in enumerate(draw_points(kills, random.Random(f"{seed}/points"))):
             campaign.round(number, point)
@@ -313,9 +313,9 @@ class _Campaign:
         journal = Path(plan.journal)
         bytes_max = max(books.bytes_max, plan.bytes_max)  # a lower one holds from the moment it has opened
         death = None
-        _send(self._nursery, plan)
+        send(self._nursery, plan)
         while death is None:
-            death = _hear(self._nursery)
+            death = hear(self._nursery, _LOOK_S)
             has_opened = Event.OPENED in (entry.event for entry in read_journal(journal))
             bytes_max = plan.bytes_max if has_opened else bytes_max
             self._look(books, plan, bytes_max)
@@ -401,7 +401,8 @@ def _present(books: _Books, tier: Tier, thread: int) -> list[Header]:
 
 
 @contextlib.contextmanager
-def _nursery(log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def open_nursery(log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that forks workers, one at a time: `send` it a plan, then `hear` what became of the worker."""
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(kvtide.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
         "OPENBLAS_NUM_THREADS": "1",  # a process that forks must not have threads, not even idle ones
@@ -420,15 +421,15 @@ def _nursery(log: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield nursery
 
 
-def _send(nursery: subprocess.Popen[bytes], plan: Plan) -> None:
+def send(nursery: subprocess.Popen[bytes], plan: Plan) -> None:
     assert nursery.stdin is not None
     nursery.stdin.write(msgspec.json.encode(plan) + b"\n")
 
 
-def _hear(nursery: subprocess.Popen[bytes]) -> Death | None:
-    """How the worker died, or after a moment None: it has not yet."""
+def hear(nursery: subprocess.Popen[bytes], timeout_s: float | None = None) -> Death | None:
+    """How the worker died; None: after that time it has not yet."""
     assert nursery.stdout is not None
-    ready, _, _ = select.select([nursery.stdout], [], [], _LOOK_S)
+    ready, _, _ = select.select([nursery.stdout], [], [], timeout_s)
     return msgspec.json.decode(nursery.stdout.readline(), type=Death) if ready else None
 
 
