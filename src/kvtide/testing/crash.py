@@ -75,7 +75,7 @@ _READ_BLOCKS = 32
 _POINT_S = 3.0  # a point that is not reached by then is missed, and the kill one at any time
 # How often a point is passed before it kills, at most. Opening and closing count each stage of each operation.
 _TIMES = {NEW_FOLDER: 12, IN_OPEN: 12, CUT_DATA: 2, GROW_DATA: 6, GROW_INDEX: 3, IN_CLOSE: 24}
-_TIMES |= dict.fromkeys(WRITES, 40) | dict.fromkeys(ERASES, 20)
+_TIMES |= dict.fromkeys(WRITES, 80) | dict.fromkeys(ERASES, 40)
 # What a life can write in which nothing may be evicted: its quota, and the chain of each thread that breaks it.
 _QUOTA_BYTES = 12 << 20
 _LIFE_BYTES = _QUOTA_BYTES + THREADS * CHAIN_BLOCKS_MAX * round_up(HEADER_BYTES + max(PAYLOAD_BYTES))
@@ -295,7 +295,7 @@ class _Campaign:
         bytes_max = self._bytes_max * draw.choice((2, 4, 4, 6)) // 4
         if is_roomy:  # for all that is there and all that a life can write, even if no place were used twice
             bytes_max = 2 * (folder_bytes(books.path)[0] + _LIFE_BYTES)
-        kill_after_s = draw.choice((0.03, 0.3, 0.6)) * draw.random()
+        kill_after_s = draw.choice((0.03, 0.4, 0.8)) * draw.random()
         return Plan(
             name=f"{self._seed}/{life}",
             folder=str(books.path),

@@ -30,7 +30,7 @@ from kvtide.tiers.tier import Outcome
 _THREADS = 4
 _SHELF = shelf("bench")
 _WORK = BLOCKS * SLOT_BYTES
-_DISK_BYTES = 3 * _WORK  # room for the blocks of a round twice, and for the index
+_DISK_BYTES = 3 * _WORK  # room for the blocks of two rounds, and for the index
 
 
 class _Raw:
@@ -132,7 +132,7 @@ def _fetch(setting: Setting) -> Iterator[Trial]:
     arena, slots = _slots()
     raw = _Raw(setting.folder, slots)
     targets = engine_pages()
-    names = [fresh_keys(0), fresh_keys(1)]
+    names = [fresh_keys(i) for i in range(3)]
     turns = count()
     with open_store(_settings(setting)) as store:
         store.dram.arena.wait_touched()
@@ -141,7 +141,7 @@ def _fetch(setting: Setting) -> Iterator[Trial]:
             assert store.drain()
 
         def subject() -> None:
-            load(store, names[next(turns) % 2], targets)
+            load(store, names[next(turns) % 3], targets)
 
         yield Trial(subject, raw.read, work=_WORK, note="match, fetch, copy, release; baseline: bare reads")
         assert np.all(targets[0] == 7)
@@ -150,11 +150,10 @@ def _fetch(setting: Setting) -> Iterator[Trial]:
 
 
 def _settings(setting: Setting) -> Settings:
-    # DRAM for one round and a half: by the time a round's blocks are wanted again they have left it.
-    dram = DramSettings(bytes_max=_WORK * 3 // 2)
-    disk = DiskSettings(
-        folder=str(setting.folder / "store"), bytes_max=_DISK_BYTES, spill_queue_bytes_max=dram.bytes_max // 2
-    )
+    # DRAM for two rounds and a bit: of three that are used in turn, each has left it before it is wanted again.
+    dram = DramSettings(bytes_max=_WORK * 9 // 4)
+    folder = str(setting.folder / "store")
+    disk = DiskSettings(folder=folder, bytes_max=4 * _WORK, spill_queue_bytes_max=dram.bytes_max // 2)
     return Settings(dram=dram, disk=disk)
 
 
