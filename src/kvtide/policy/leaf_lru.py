@@ -84,7 +84,7 @@ class LeafLru:
         victims: list[int] = []
         clocks: list[int] = []
         found_bytes = 0
-        has_scanned = False
+        has_seen_all = False
         freed: tuple[int, int] | None = None  # a parent whose last child has just left: often the next to leave
         # The columns' items as plain numbers: this loop runs once for each block that ever leaves.
         clock_of, bytes_of, children_of, parent_of, held_of = (
@@ -92,10 +92,9 @@ class LeafLru:
         )
         while found_bytes < need_bytes:
             if freed is None and not self._candidates:
-                if has_scanned and self._scanned_to == _ABSENT - 1:
-                    break  # the scan saw every leaf, and all of them are used up
-                self._scan(held)
-                has_scanned = True
+                if has_seen_all:
+                    break  # and all of them are used up
+                has_seen_all = self._scan(held)
                 if not self._candidates:
                     break
             clock, row = heapq.heappushpop(self._candidates, freed) if freed else heapq.heappop(self._candidates)
@@ -121,16 +120,19 @@ class LeafLru:
     def clocks(self, rows: Rows) -> Rows:
         return self._clock[rows]
 
-    def _scan(self, held: Held) -> None:
+    def _scan(self, held: Held) -> bool:
+        """Find the oldest leaves. True: these are all leaves there are."""
         high = self._high
         leaves = np.flatnonzero((self._clock[:high] != _ABSENT) & (self._children[:high] == 0) & (held[:high] == 0))
-        self._scanned_to = _ABSENT - 1
+        self._scanned_to = self._now
         clocks = self._clock[leaves]
-        if len(leaves) > _SCAN_VICTIMS:
+        is_all = len(leaves) <= _SCAN_VICTIMS
+        if not is_all:
             oldest = np.argpartition(clocks, _SCAN_VICTIMS)[:_SCAN_VICTIMS]
             leaves, clocks = leaves[oldest], clocks[oldest]
             self._scanned_to = int(clocks.max())
         self._candidates = sorted(zip(clocks.tolist(), leaves.tolist(), strict=True))  # sorted is a heap
+        return is_all
 
     def _put_back(self, rows: list[int], clocks: list[int]) -> None:
         self._candidates, self._scanned_to = [], -1  # the next call scans afresh

@@ -123,10 +123,10 @@ class Fetches:
     def next_deadline_s(self) -> float:
         return min((fetch.deadline.left_s for fetch in self._open), default=float("inf"))
 
-    def clear(self, is_cleared: Callable[[Shelf], bool]) -> None:
+    def clear(self, is_meant: Callable[[Shelf], bool]) -> None:
         """Flights of these shelves shall not become visible."""
         for flight in self._flights.values():
-            if is_cleared(flight.address.shelf):
+            if is_meant(flight.address.shelf):
                 flight.is_cleared = True
 
     def close(self) -> None:

@@ -73,8 +73,8 @@ class Spiller:
             self._work.notify()
 
     def used(self, rows: list[int]) -> None:
-        """These were fetched: each has now been used at least twice."""
-        if self._when == "second_use":
+        """These were fetched: each has now been used at least twice. What the queue had no room for gets its chance."""
+        if self._when != "evict":
             for row in rows:
                 self._enqueue(row)
 
@@ -93,24 +93,24 @@ class Spiller:
         with self._idle:
             return self._idle.wait_for(lambda: not self._queue and not self._moving, timeout=min(deadline.left_s, 1e6))
 
-    def clear(self, is_cleared: Callable[[Shelf], bool]) -> None:
+    def clear(self, is_meant: Callable[[Shelf], bool]) -> None:
         """Forget what is queued of these shelves. What is being written now is the caller's to wait for."""
         kept: deque[int] = deque()
         for row in self._queue:
             header = self._dram.header[row]
             assert header is not None
-            if is_cleared(header.shelf):
+            if is_meant(header.shelf):
                 self._let_go(row)
             else:
                 kept.append(row)
         self._queue = kept
 
-    def wait_until_written(self, is_cleared: Callable[[Shelf], bool], deadline: Deadline) -> None:
+    def wait_until_written(self, is_meant: Callable[[Shelf], bool], deadline: Deadline) -> None:
         """Without the lock: wait for the writes under way of these shelves."""
 
         def is_over() -> bool:
             headers = [self._dram.header[row] for row in self._moving]
-            return not any(header is not None and is_cleared(header.shelf) for header in headers)
+            return not any(header is not None and is_meant(header.shelf) for header in headers)
 
         with self._idle:
             self._idle.wait_for(is_over, timeout=deadline.left_s)

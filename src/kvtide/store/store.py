@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from kvtide.store.fetches import Fetch, Fetches, Wanted
 from kvtide.store.spill import Spiller, SpillStats
 from kvtide.store.tickets import Fetched, Match, Plan, Reservation, Ticket
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome, Tier, TierStats
+from kvtide.tiers.tier import Outcome, Tier, TierStats, is_cleared
 
 _COMPLETED_MAX = 4096  # tickets remembered for the next poll
 _PROBE_ABOVE = 64  # below this many keys, asking for the first one alone saves nothing
@@ -413,20 +414,17 @@ class Store:
         Slots that somebody reads stay his until he releases them, but nobody finds them any more.
         Returns how many blocks were forgotten, copies on several tiers counted each.
         """
-
-        def is_cleared(shelf: Shelf) -> bool:
-            return namespace in (None, shelf.namespace) and tenant in (None, shelf.tenant)
-
+        is_meant = partial(is_cleared, namespace=namespace, tenant=tenant)
         with self._lock:
-            self._reserved = {shelf: rows for shelf, rows in self._reserved.items() if not is_cleared(shelf)}
-            self._fetches.clear(is_cleared)
+            self._reserved = {shelf: rows for shelf, rows in self._reserved.items() if not is_meant(shelf)}
+            self._fetches.clear(is_meant)
             for spiller in self._spillers:
-                spiller.clear(is_cleared)
+                spiller.clear(is_meant)
             count = self.dram.clear(namespace=namespace, tenant=tenant)
         # A write that was under way when the lists above were cleared ends before its tier is.
         deadline = Deadline.after(_CLEAR_S)
         for spiller in self._spillers:
-            spiller.wait_until_written(is_cleared, deadline)
+            spiller.wait_until_written(is_meant, deadline)
             count += spiller.tier.clear(namespace=namespace, tenant=tenant)
         return count
 

@@ -430,7 +430,11 @@ def hear(nursery: subprocess.Popen[bytes], timeout_s: float | None = None) -> De
     """How the worker died; None: after that time it has not yet."""
     assert nursery.stdout is not None
     ready, _, _ = select.select([nursery.stdout], [], [], timeout_s)
-    return msgspec.json.decode(nursery.stdout.readline(), type=Death) if ready else None
+    if not ready:
+        return None
+    line = nursery.stdout.readline()
+    assert line, "the nursery itself has died: its log says why"
+    return msgspec.json.decode(line, type=Death)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvtide.frame import NO_PARENT
 from kvtide.keys import Address, Digest, Key, Part, Shelf
 from kvtide.policy.policy import NO_ROW, Held, Policy, Rows
+from kvtide.tiers.tier import is_cleared
 
 SHELVES_MAX = 65_536
 _ROWS_AT_FIRST = 1024
@@ -219,11 +220,7 @@ class BlockTable:
 
     def of(self, namespace: Digest | None, tenant: Digest | None) -> list[int]:
         """The rows of this namespace and this tenant (None: of any)."""
-        wanted = [
-            known
-            for shelf, known in self._shelf_ids.items()
-            if namespace in (None, shelf.namespace) and tenant in (None, shelf.tenant)
-        ]
+        wanted = [known for shelf, known in self._shelf_ids.items() if is_cleared(shelf, namespace, tenant)]
         return [row for known in wanted for row in self._indexes[known].values()]
 
     def _orphan(self, row: int, shelf: int, parent: Key) -> None:

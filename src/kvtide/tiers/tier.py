@@ -112,3 +112,8 @@ class Tier(ABC):
     @abstractmethod
     def stats(self) -> TierStats:
         """A snapshot that the caller owns."""
+
+
+def is_cleared(shelf: Shelf, namespace: Digest | None, tenant: Digest | None) -> bool:
+    """Does a `clear` with these arguments mean this shelf?"""
+    return namespace in (None, shelf.namespace) and tenant in (None, shelf.tenant)

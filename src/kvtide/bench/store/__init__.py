@@ -21,5 +21,7 @@ BENCHMARK = Benchmark(
         Bar("crash-wrong-blocks", "value", "==", 0),
         Bar("crash-failed-reopens", "value", "==", 0),
         Bar("crash-bound-exceeded", "value", "==", 0),
+        Bar("crash-lost-blocks", "value", "==", 0),
+        Bar("crash-blocks-back", "value", "==", 0),
     ),
 )

@@ -89,7 +89,6 @@ class IndexFile:
         self.allocated_bytes = self._file.size_bytes
         if self.allocated_bytes < RECORDS_AT:
             self._create()
-        self._check_head(path)
 
     def _create(self) -> None:
         """Write the head before the file is long enough to need one: whoever dies in between leaves none behind."""
@@ -102,7 +101,9 @@ class IndexFile:
         self._file.allocate(0, RECORDS_AT)
         self.allocated_bytes = RECORDS_AT
 
-    def _check_head(self, path: Path) -> None:
+    def check_head(self) -> None:
+        """Raise ConfigError unless this is an index that this version can read."""
+        path = self._file.path
         page = np.zeros(_HEAD.size, np.uint8)
         self._file.read([page], 0)
         magic, version, record_bytes, check = _HEAD.unpack(page.tobytes())

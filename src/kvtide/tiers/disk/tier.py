@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from kvtide.tiers.disk.folder import DATA, INDEX, Folder
 from kvtide.tiers.disk.index import RECORD_BYTES, RECORDS_AT, IndexFile, block_records, shelf_record
 from kvtide.tiers.space import Space
 from kvtide.tiers.table import BlockTable
-from kvtide.tiers.tier import Outcome, Tier, TierStats, Traits
+from kvtide.tiers.tier import Outcome, Tier, TierStats, Traits, is_cleared
 
 log = logging.getLogger(__name__)
 
@@ -89,34 +90,37 @@ class DiskTier(Tier):
         self._open_file = open_file
         self._today = today
         self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)  # a write has ended
         self._stats = TierStats(bytes_max=self.bytes_max)
         self._state = "new"
 
     # Opening and closing -----------------------------------------------------------------------------------
 
     def open(self) -> None:
-        self._folder = Folder(self._path)
-        try:
-            self._open_files()
-        except OSError as error:
-            self._folder.close()
-            raise ConfigError(
-                f"disk.folder {self._path} cannot be used: {error.strerror}; free some space or name another folder",
-                folder=str(self._path),
-            ) from error
-        except BaseException:
-            self._folder.close()
-            raise
-        self._pool = ThreadPoolExecutor(self._io_threads, "kvtide-disk")
+        with ExitStack() as undo:  # whatever was opened is closed again if something after it fails
+            self._folder = Folder(self._path)
+            undo.callback(self._folder.close)
+            try:
+                self._open_files(undo)
+            except OSError as error:
+                raise ConfigError(
+                    f"disk.folder {self._path} cannot be used: {error.strerror}; free space or name another folder",
+                    folder=str(self._path),
+                ) from error
+            self._pool = ThreadPoolExecutor(self._io_threads, "kvtide-disk")
+            self._close_files = undo.pop_all()
         self._state = "open"
 
-    def _open_files(self) -> None:
+    def _open_files(self, undo: ExitStack) -> None:
         self.is_direct = supports_direct(self._path)
         step = max(ALIGNMENT, min(1 << 20, self.bytes_max // 1024 // ALIGNMENT * ALIGNMENT))
         self._index = IndexFile(self._path / INDEX, self._open_file, step_bytes=step)
+        undo.callback(self._index.close)
+        self._index.check_head()
         # A record describes at least a page, so a larger index is one of a higher bound, and would leave no room.
         self._index.shrink(RECORDS_AT + self.bytes_max * RECORD_BYTES // ALIGNMENT)
         self._data = DataFile(self._path / DATA, partial(self._open_file, direct=self.is_direct))
+        undo.callback(self._data.close)
         limit = self._data_limit(self._index.allocated_bytes)
         if self._data.size_bytes > limit:  # the bound was lowered, or another version was more generous
             self._data.truncate(limit)
@@ -138,13 +142,14 @@ class DiskTier(Tier):
             return
         self._state = "closed"
         self._pool.shutdown(wait=True)
-        recovery.save_clocks(self._index, self.table)
-        self._index.write_day(self._day, self._day_bytes)
-        self._data.sync()
-        self._index.sync()
-        self._data.close()
-        self._index.close()
-        self._folder.close()
+        with self._close_files:
+            try:
+                recovery.save_clocks(self._index, self.table)
+                self._index.write_day(self._day, self._day_bytes)
+                self._data.sync()
+                self._index.sync()
+            except OSError as error:  # what is on the medium is as sound as after a crash
+                log.warning("disk.not_synced folder=%s error=%s", self._path, error.strerror)
 
     # Reading -----------------------------------------------------------------------------------------------
 
@@ -174,7 +179,8 @@ class DiskTier(Tier):
                 if row == NO_ROW:
                     continue
                 frame_bytes = int(self.table.frame_bytes[row])
-                assert len(memory) >= frame_bytes, "read into less memory than lookup asked for"
+                if len(memory) < frame_bytes:  # another frame than the one that was looked up
+                    continue
                 self.table.held[row] += 1
                 pieces.append(Piece(at, row, int(self.table.offset[row]), memory[:frame_bytes]))
             if pieces:
@@ -330,6 +336,7 @@ class DiskTier(Tier):
                     else:
                         outcomes[piece.at] = Outcome.REJECTED
                 self._let_go(piece.row)
+            self._settled.notify_all()
 
     # Room --------------------------------------------------------------------------------------------------
 
@@ -404,9 +411,12 @@ class DiskTier(Tier):
         with self._lock:
             rows = self.table.of(namespace, tenant)
             self._forget(rows)
-            for address in self._pending:  # a write that is under way must not bring one back
-                if namespace in (None, address.shelf.namespace) and tenant in (None, address.shelf.tenant):
-                    self._pending[address] = NO_ROW
+            # A write that is under way will not become visible; but it may be about to say so in the index, so its
+            # end is waited for before the index is synced.
+            writing = [address for address in self._pending if is_cleared(address.shelf, namespace, tenant)]
+            for address in writing:
+                self._pending[address] = NO_ROW
+            self._settled.wait_for(lambda: not any(self._pending.get(each) == NO_ROW for each in writing))
         self._index.sync()
         return len(rows)
 
