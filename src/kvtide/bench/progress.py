@@ -10,15 +10,21 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """One line that is rewritten on a terminal; plain lines in a log."""
+    """One line that is rewritten on a terminal; in a log a line for each new topic (what stands before the colon)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_terminal = stream.isatty()
+        self._topic = ""
 
     def update(self, text: str) -> None:
         """Show what is happening now; the next update replaces it."""
-        self._write(text if self._is_terminal else f"{text}\n")
+        topic = text.partition(":")[0]
+        if self._is_terminal:
+            self._write(text)
+        elif topic != self._topic:
+            self._write(f"{text}\n")
+        self._topic = topic
 
     def say(self, text: str) -> None:
         """Show something that stays."""

@@ -55,7 +55,11 @@ def write_json(report: Report, target: Path) -> None:
 def as_table(report: Report) -> str:
     lines = [("row", "value", "unit", "baseline", "ratio", "bounds", "runs"), *map(_cells, report.rows)]
     notes = [f"{row.name}: {row.note}" for row in report.rows if row.note]
-    left_out = [f"{row.name}: left out, {row.reason}" for row in report.left_out]
+    reasons = dict.fromkeys(row.reason for row in report.left_out)
+    left_out = [
+        f"left out, {reason}: {', '.join(row.name for row in report.left_out if row.reason == reason)}"
+        for reason in reasons
+    ]
     paragraphs = [_align(lines), notes + left_out, [*_LEGEND, _machine_line(report.machine)]]
     return "\n\n".join("\n".join(paragraph) for paragraph in paragraphs if paragraph)
 
@@ -82,6 +86,8 @@ def _align(lines: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _figure(value: float) -> str:
     """Three significant digits, without exponents for large values."""
+    if value == 0:
+        return "0"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
 
 

@@ -8,7 +8,7 @@ also tells the policy which block is whose parent, whatever order they arrive in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -57,10 +57,10 @@ class BlockTable:
         """The rows of all blocks."""
         return np.flatnonzero(self.shelf[: self.rows] != NO_ROW)
 
-    def shelf_id(self, shelf: Shelf) -> int:
+    def shelf_id(self, shelf: Shelf, busy: Collection[Shelf] = ()) -> int:
         """The number of a shelf; new ones get one, emptied ones lose theirs when SHELVES_MAX are known.
 
-        NO_ROW when every shelf is in use: the caller rejects the block.
+        `busy` ones keep theirs though they look empty. NO_ROW when every shelf is in use: the caller rejects the block.
         """
         known = self._shelf_ids.get(shelf)
         if known is not None:
@@ -70,7 +70,8 @@ class BlockTable:
             self._shelves.append(shelf)
             self._indexes.append({})
         else:
-            known = next((i for i, index in enumerate(self._indexes) if not index), NO_ROW)
+            empty = (i for i, index in enumerate(self._indexes) if not index and self._shelves[i] not in busy)
+            known = next(empty, NO_ROW)
             if known == NO_ROW:
                 return NO_ROW
             del self._shelf_ids[self._shelves[known]]

@@ -29,6 +29,7 @@ from kvtide.tiers.table import SHELVES_MAX, BlockTable
 log = logging.getLogger(__name__)
 
 Mask = npt.NDArray[np.bool_]
+_CLOCK_MAX = 1 << 62  # no life is that long, and those after it still find numbers to count on with
 RowNumbers = npt.NDArray[np.intp]
 
 
@@ -46,7 +47,7 @@ def load(index: IndexFile, space: Space) -> Recovered:
     """Fill an empty table and space from the index; records that are dropped are erased from it."""
     with _no_garbage_collection():
         records = index.read_all()
-        is_sound = checksums(records) == records["check"]
+        is_sound = _is_sound(records)
         shelves, shelf_rows = _shelves(records, is_sound & (records["kind"] == SHELF))
         keep = is_sound & (records["kind"] == BLOCK) & _is_possible(records, space.extents.capacity_bytes, shelves)
         rows = _without_rivals(records, np.flatnonzero(keep))
@@ -63,6 +64,11 @@ def load(index: IndexFile, space: Space) -> Recovered:
     if dropped:
         log.warning("disk.recovered blocks=%d dropped=%d", recovered.blocks, recovered.dropped)
     return recovered
+
+
+def _is_sound(records: Records) -> Mask:
+    is_sound: Mask = checksums(records) == records["check"]
+    return is_sound
 
 
 def _shelves(records: Records, is_shelf: Mask) -> tuple[dict[int, Shelf], dict[int, int]]:
@@ -88,6 +94,7 @@ def _is_possible(records: Records, capacity_bytes: int, shelves: dict[int, Shelf
     is_inside: Mask = (offset >= 0) & (offset % ALIGNMENT == 0)
     is_inside &= (frame_bytes >= HEADER_BYTES) & (frame_bytes <= capacity_bytes)
     is_inside &= offset <= capacity_bytes - _extent(frame_bytes)
+    is_inside &= (records["clock"] >= 0) & (records["clock"] < _CLOCK_MAX)
     return is_inside & np.isin(records["shelf"], list(shelves))
 
 
@@ -167,9 +174,9 @@ def save_clocks(index: IndexFile, table: BlockTable) -> None:
     rows = table.visible
     if len(rows):
         records = index.read_all()[rows]
-        clocks = table.policy.clocks(rows)
-        records["clock"] = 1 + np.argsort(np.argsort(clocks))
-        index.write(rows.tolist(), records)
+        is_sound = _is_sound(records)  # one that was damaged meanwhile must not get a checksum that says otherwise
+        records["clock"] = 1 + np.argsort(np.argsort(table.policy.clocks(rows)))
+        index.write(rows[is_sound].tolist(), records[is_sound])
 
 
 @contextmanager

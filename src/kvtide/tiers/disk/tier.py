@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -74,6 +74,7 @@ class DiskTier(Tier):
         if bytes_max < BYTES_MIN:
             raise ConfigError(f"disk.bytes_max is {bytes_max}, which holds not one block: give it {BYTES_MIN} or more")
         self.bytes_max = bytes_max // ALIGNMENT * ALIGNMENT
+        self._index_step_bytes = max(ALIGNMENT, min(1 << 20, bytes_max // 1024 // ALIGNMENT * ALIGNMENT))
         self.traits = Traits(
             name="disk",
             durable=True,
@@ -81,7 +82,7 @@ class DiskTier(Tier):
             enumerable=True,
             checksummed=True,
             alignment=ALIGNMENT,
-            frame_bytes_max=self._data_limit(0),
+            frame_bytes_max=self._data_limit(RECORDS_AT + self._index_step_bytes),
         )
         self._path = folder
         self._policy = policy
@@ -93,6 +94,8 @@ class DiskTier(Tier):
         self._settled = threading.Condition(self._lock)  # a write has ended
         self._stats = TierStats(bytes_max=self.bytes_max)
         self._state = "new"
+        self._calls = 0  # that are under way, and that a close waits for
+        self._is_idle = threading.Condition(self._lock)
 
     # Opening and closing -----------------------------------------------------------------------------------
 
@@ -113,8 +116,7 @@ class DiskTier(Tier):
 
     def _open_files(self, undo: ExitStack) -> None:
         self.is_direct = supports_direct(self._path)
-        step = max(ALIGNMENT, min(1 << 20, self.bytes_max // 1024 // ALIGNMENT * ALIGNMENT))
-        self._index = IndexFile(self._path / INDEX, self._open_file, step_bytes=step)
+        self._index = IndexFile(self._path / INDEX, self._open_file, step_bytes=self._index_step_bytes)
         undo.callback(self._index.close)
         self._index.check_head()
         # A record describes at least a page, so a larger index is one of a higher bound, and would leave no room.
@@ -138,9 +140,12 @@ class DiskTier(Tier):
         self._synced_at_s = time.monotonic()
 
     def close(self) -> None:
-        if self._state != "open":
-            return
-        self._state = "closed"
+        with self._lock:
+            if self._state != "open":
+                return
+            self._state = "closed"
+            # A call that wrote its record after the files are closed would hit whatever file got their numbers.
+            self._is_idle.wait_for(lambda: not self._calls)
         self._pool.shutdown(wait=True)
         with self._close_files:
             try:
@@ -151,15 +156,34 @@ class DiskTier(Tier):
             except OSError as error:  # what is on the medium is as sound as after a crash
                 log.warning("disk.not_synced folder=%s error=%s", self._path, error.strerror)
 
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call that uses the files: they stay open until it ends."""
+        with self._lock:
+            if self._state != "open":
+                raise Closed("the disk tier is not open")
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._is_idle.notify_all()
+
     # Reading -----------------------------------------------------------------------------------------------
 
     def lookup(self, shelf: Shelf, keys: Sequence[Key], deadline: Deadline = NEVER) -> npt.NDArray[np.int64]:
         with self._lock:
+            if self._state != "open":
+                return np.zeros(len(keys), np.int64)
             rows = self.table.find(shelf, keys)
             return np.where(rows == NO_ROW, 0, self.table.frame_bytes[rows])
 
     def read(self, addresses: Sequence[Address], into: Sequence[Memory], deadline: Deadline = NEVER) -> list[Outcome]:
-        self._check_open()
+        with self._call():
+            return self._read(addresses, into, deadline)
+
+    def _read(self, addresses: Sequence[Address], into: Sequence[Memory], deadline: Deadline) -> list[Outcome]:
         outcomes = [Outcome.MISS] * len(addresses)
         pieces = self._hold_for_reading(addresses, into)
         # The pool only moves bytes; this thread verifies what has arrived while the rest is under way.
@@ -198,7 +222,8 @@ class DiskTier(Tier):
             try:
                 if not is_whole:
                     raise Truncated("the data file ends before the frame does")
-                verify(piece.memory, address)
+                if verify(piece.memory, address).frame_bytes != len(piece.memory):
+                    raise Truncated("shorter than its record says: nothing vouches for the bytes behind it")
             except Damaged as damage:
                 outcome = Outcome.CORRUPT
                 log.warning("disk.damaged kind=%s offset=%d", damage.kind, piece.offset)
@@ -229,9 +254,12 @@ class DiskTier(Tier):
     # Writing -----------------------------------------------------------------------------------------------
 
     def write(self, frames: Sequence[Frame], deadline: Deadline = NEVER) -> list[Outcome]:
-        self._check_open()
+        with self._call():
+            return self._write(frames, deadline)
+
+    def _write(self, frames: Sequence[Frame], deadline: Deadline) -> list[Outcome]:
         outcomes = [Outcome.REJECTED] * len(frames)
-        pieces = self._make_room(frames, outcomes)
+        pieces = self._make_room(frames, outcomes, deadline)
         # This thread seals the next frames while the pool writes those before.
         seal = partial(_seal, frames)
         for run, error, _ in self._each_done(self._write_run, runs(pieces), deadline, before=seal):
@@ -243,13 +271,16 @@ class DiskTier(Tier):
         self._sync_sometimes()
         return outcomes
 
-    def _make_room(self, frames: Sequence[Frame], outcomes: list[Outcome]) -> list[Piece]:
+    def _make_room(self, frames: Sequence[Frame], outcomes: list[Outcome], deadline: Deadline) -> list[Piece]:
         """Take a row and a place for each frame that needs one; `outcomes` says why others get none."""
         pieces: list[Piece] = []
         with self._lock:
             for at, frame in enumerate(frames):
                 outcomes[at] = self._refusal(frame)
                 if outcomes[at] is not Outcome.MISS:
+                    continue
+                if deadline.has_passed:  # before a block leaves for it
+                    outcomes[at] = Outcome.TIMEOUT
                     continue
                 row = self._take(frame)
                 if row == NO_ROW:
@@ -294,23 +325,25 @@ class DiskTier(Tier):
 
     def _write_records(self, run: list[Piece], frames: Sequence[Frame]) -> OSError | None:
         """The frames are on the medium; now the index may say so."""
-        run.sort(key=lambda piece: piece.row)
-        headers = [frames[piece.at].header for piece in run]
-        rows = [piece.row for piece in run]
-        records = block_records(len(run))
-        records["key"] = np.frombuffer(b"".join(header.key for header in headers), "V32")
-        records["parent"] = np.frombuffer(b"".join(header.parent for header in headers), "V32")
+        # Under the lock: a clear in between would return, and a crash then find the record that came after it.
         with self._lock:
+            stored = [piece for piece in run if self._pending[frames[piece.at].address] == piece.row]
+            stored.sort(key=lambda piece: piece.row)
+            headers = [frames[piece.at].header for piece in stored]
+            rows = [piece.row for piece in stored]
+            records = block_records(len(stored))
+            records["key"] = np.frombuffer(b"".join(header.key for header in headers), "V32")
+            records["parent"] = np.frombuffer(b"".join(header.parent for header in headers), "V32")
             records["offset"] = self.table.offset[rows]
             records["frame_bytes"] = self.table.frame_bytes[rows]
             records["shelf"] = [self.table.shelf_id(header.shelf) for header in headers]
             records["parent_row"] = [self._row_of_parent(header) for header in headers]
             self._clock += 1
             records["clock"] = self._clock
-        try:
-            self._index.write(rows, records)
-        except OSError as error:
-            return error
+            try:
+                self._index.write(rows, records)
+            except OSError as error:
+                return error
         return None
 
     def _row_of_parent(self, header: Header) -> int:
@@ -329,6 +362,8 @@ class DiskTier(Tier):
             for piece in run:
                 header = frames[piece.at].header
                 is_cleared = self._pending.pop(header.address) != piece.row
+                if outcome is Outcome.TIMEOUT:
+                    self._day_bytes -= header.frame_bytes
                 outcomes[piece.at] = Outcome.REJECTED if is_cleared else outcome
                 if outcomes[piece.at] is Outcome.HIT:
                     if self.table.insert(header.shelf, [piece.row], [header.key], [header.parent]):
@@ -378,9 +413,11 @@ class DiskTier(Tier):
         """Give a new shelf its record, before any block on it has one."""
         if self.table.knows(shelf):
             return True
-        number = self.table.shelf_id(shelf)
+        # A shelf whose first block is under way looks empty, but its number is not to be given to another.
+        number = self.table.shelf_id(shelf, busy={address.shelf for address in self._pending})
         if number == NO_ROW:
             return False
+        self._erase_freed()  # the shelf may get a row that was freed just now: not to be erased after it is written
         if number not in self._shelf_rows:
             [self._shelf_rows[number]] = self.table.take_rows([0], 0, 0)
         try:
@@ -400,8 +437,7 @@ class DiskTier(Tier):
     # The rest ----------------------------------------------------------------------------------------------
 
     def delete(self, addresses: Sequence[Address]) -> list[Outcome]:
-        self._check_open()
-        with self._lock:
+        with self._call(), self._lock:
             rows = [self.table.row(address) for address in addresses]
             self._forget([row for row in dict.fromkeys(rows) if row != NO_ROW])
         return [Outcome.MISS if row == NO_ROW else Outcome.HIT for row in rows]
@@ -472,10 +508,6 @@ class DiskTier(Tier):
             self._index.sync()
         except OSError as error:
             log.warning("disk.not_synced error=%s", error.strerror)
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise Closed("the disk tier is not open")
 
 
 def _seal(frames: Sequence[Frame], run: list[Piece]) -> None:
