@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.deadline import NEVER, Deadline
-from kvtide.errors import ConfigError
+from kvtide.errors import Closed, ConfigError
 from kvtide.frame import HEADER_BYTES, Frame, Header, Memory
 from kvtide.keys import Address, Digest, Key, Shelf
 from kvtide.memory.arena import PAGE_BYTES, Arena, round_up
@@ -55,16 +55,22 @@ class DramTier(Tier):
         self._space = Space(self.table, on_evict=lambda rows: self.on_evict(rows), on_free=self._forget)
         self._space.extents.grow(self.bytes_max)
         self._stats = TierStats(bytes_max=self.bytes_max)
-        self._is_open = False
+        self._state = "new"
 
     def open(self) -> None:
+        assert self._state == "new", "a tier is opened once"
         self.arena = Arena(self.bytes_max, huge_pages=self._huge_pages)
-        self._is_open = True
+        self._state = "open"
 
     def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self.arena.close()
+        with self.lock:
+            if self._state == "open":
+                self._state = "closed"
+                self.arena.close()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise Closed("the DRAM tier is not open")
 
     # Rows, for the store ---------------------------------------------------------------------------------
 
@@ -149,6 +155,8 @@ class DramTier(Tier):
 
     def lookup(self, shelf: Shelf, keys: Sequence[Key], deadline: Deadline = NEVER) -> npt.NDArray[np.int64]:
         with self.lock:
+            if self._state != "open":
+                return np.zeros(len(keys), np.int64)
             rows = self.table.find(shelf, keys)
             return np.where(rows == NO_ROW, 0, self.table.frame_bytes[rows])
 
@@ -163,6 +171,7 @@ class DramTier(Tier):
 
     def _read_one(self, address: Address, target: Memory) -> Outcome:
         with self.lock:
+            self._check_open()
             row = self.table.row(address)
             if row == NO_ROW:
                 return Outcome.MISS
@@ -171,7 +180,8 @@ class DramTier(Tier):
             rows = np.array([row])
             self.hold(rows)
             self.table.policy.touch(rows)
-        np.copyto(target[HEADER_BYTES : header.frame_bytes], self.payload(row))
+            payload = self.payload(row)  # stays valid should the tier be closed meanwhile
+        np.copyto(target[HEADER_BYTES : header.frame_bytes], payload)
         self.release(rows)
         Frame(header, target).seal()
         with self.lock:
@@ -190,27 +200,32 @@ class DramTier(Tier):
     def _write_one(self, frame: Frame) -> Outcome:
         header = frame.header
         with self.lock:
+            self._check_open()
             if self.table.row(frame.address) != NO_ROW:
                 return Outcome.HIT
             rows = self.take(header.frame_bytes)
             if not rows:
                 return Outcome.REJECTED
             self.header[rows[0]] = header
-        np.copyto(self.payload(rows[0]), frame.payload)
+            payload = self.payload(rows[0])
+        np.copyto(payload, frame.payload)
         with self.lock:
             self._stats.written_bytes += header.frame_bytes
             self.publish(header.shelf, rows, [header.key], [header.parent])
             self.release(rows)
-        return Outcome.HIT
+            is_here = self.table.row(frame.address) != NO_ROW  # by us or by somebody else; else no shelf is left
+        return Outcome.HIT if is_here else Outcome.REJECTED
 
     def delete(self, addresses: Sequence[Address]) -> list[Outcome]:
         with self.lock:
+            self._check_open()
             rows = [self.table.row(address) for address in addresses]
             self.withdraw([row for row in dict.fromkeys(rows) if row != NO_ROW])
             return [Outcome.MISS if row == NO_ROW else Outcome.HIT for row in rows]
 
     def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
         with self.lock:
+            self._check_open()
             rows = self.table.of(namespace, tenant)
             self.withdraw(rows)
             return len(rows)

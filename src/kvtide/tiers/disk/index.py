@@ -87,8 +87,12 @@ class IndexFile:
         self._step_bytes = step_bytes
         self._file = open_file(path)
         self.allocated_bytes = self._file.size_bytes
-        if self.allocated_bytes < RECORDS_AT:
-            self._create()
+        try:
+            if self.allocated_bytes < RECORDS_AT:
+                self._create()
+        except OSError:
+            self._file.close()
+            raise
 
     def _create(self) -> None:
         """Write the head before the file is long enough to need one: whoever dies in between leaves none behind."""

@@ -325,25 +325,23 @@ class DiskTier(Tier):
 
     def _write_records(self, run: list[Piece], frames: Sequence[Frame]) -> OSError | None:
         """The frames are on the medium; now the index may say so."""
-        # Under the lock: a clear in between would return, and a crash then find the record that came after it.
+        run.sort(key=lambda piece: piece.row)
+        headers = [frames[piece.at].header for piece in run]
+        rows = [piece.row for piece in run]
+        records = block_records(len(run))
+        records["key"] = np.frombuffer(b"".join(header.key for header in headers), "V32")
+        records["parent"] = np.frombuffer(b"".join(header.parent for header in headers), "V32")
         with self._lock:
-            stored = [piece for piece in run if self._pending[frames[piece.at].address] == piece.row]
-            stored.sort(key=lambda piece: piece.row)
-            headers = [frames[piece.at].header for piece in stored]
-            rows = [piece.row for piece in stored]
-            records = block_records(len(stored))
-            records["key"] = np.frombuffer(b"".join(header.key for header in headers), "V32")
-            records["parent"] = np.frombuffer(b"".join(header.parent for header in headers), "V32")
             records["offset"] = self.table.offset[rows]
             records["frame_bytes"] = self.table.frame_bytes[rows]
             records["shelf"] = [self.table.shelf_id(header.shelf) for header in headers]
             records["parent_row"] = [self._row_of_parent(header) for header in headers]
             self._clock += 1
             records["clock"] = self._clock
-            try:
-                self._index.write(rows, records)
-            except OSError as error:
-                return error
+        try:
+            self._index.write(rows, records)
+        except OSError as error:
+            return error
         return None
 
     def _row_of_parent(self, header: Header) -> int:
@@ -443,18 +441,18 @@ class DiskTier(Tier):
         return [Outcome.MISS if row == NO_ROW else Outcome.HIT for row in rows]
 
     def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
-        self._check_open()
-        with self._lock:
-            rows = self.table.of(namespace, tenant)
-            self._forget(rows)
-            # A write that is under way will not become visible; but it may be about to say so in the index, so its
-            # end is waited for before the index is synced.
-            writing = [address for address in self._pending if is_cleared(address.shelf, namespace, tenant)]
-            for address in writing:
-                self._pending[address] = NO_ROW
-            self._settled.wait_for(lambda: not any(self._pending.get(each) == NO_ROW for each in writing))
-        self._index.sync()
-        return len(rows)
+        with self._call():
+            with self._lock:
+                rows = self.table.of(namespace, tenant)
+                self._forget(rows)
+                # A write that is under way will not become visible; but it may be about to say so in the index, so
+                # its end is waited for before the index is synced.
+                writing = [address for address in self._pending if is_cleared(address.shelf, namespace, tenant)]
+                for address in writing:
+                    self._pending[address] = NO_ROW
+                self._settled.wait_for(lambda: not any(self._pending.get(each) == NO_ROW for each in writing))
+            self._index.sync()
+            return len(rows)
 
     def _forget(self, rows: list[int]) -> None:
         if not rows:
