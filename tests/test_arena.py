@@ -58,9 +58,9 @@ def test_every_page_is_touched_in_the_end(arena: Arena) -> None:
 
 def test_touching_changes_no_byte_that_somebody_has_written() -> None:
     arena = Arena(64 * MIB)
-    arena.memory[:: PAGE_BYTES] = 9
+    arena.memory[::PAGE_BYTES] = 9
     arena.wait_touched()
-    assert (arena.memory[:: PAGE_BYTES] == 9).all()
+    assert (arena.memory[::PAGE_BYTES] == 9).all()
     arena.close()
 
 
@@ -162,9 +162,7 @@ def test_memory_that_cannot_be_touched_works_all_the_same(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("setting", ["always [never]", "[always] never", "within_size [advise] never", None])
-def test_transparent_huge_pages_are_used_only_where_the_machine_allows_them(
-    machine: Path, setting: str | None
-) -> None:
+def test_transparent_huge_pages_are_used_only_where_the_machine_allows_them(machine: Path, setting: str | None) -> None:
     if setting is not None:
         (machine / "shmem_enabled").write_text(setting)
     is_allowed = setting is not None and "[never]" not in setting

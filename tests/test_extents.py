@@ -146,9 +146,7 @@ def test_the_cheapest_window_is_the_one_that_a_search_of_all_windows_finds(
     shuffled = [ranges[i] for i in order]
     clocks = data.draw(st.lists(st.integers(1, 9), min_size=len(ranges), max_size=len(ranges)))
     is_held = data.draw(st.lists(st.booleans(), min_size=len(ranges), max_size=len(ranges)))
-    found = cheapest_window(
-        *columns(shuffled), np.array(clocks, np.int64), np.array(is_held, bool), need, capacity
-    )
+    found = cheapest_window(*columns(shuffled), np.array(clocks, np.int64), np.array(is_held, bool), need, capacity)
 
     def leavers(start: int) -> list[int]:
         return [i for i, (o, s) in enumerate(shuffled) if o < start + need and start < o + s]

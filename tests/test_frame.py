@@ -36,10 +36,13 @@ from kvtide.testing import blocks
 from kvtide.testing.tier_suite import with_check
 
 FIELDS = struct.Struct("<8sHHI32s32sII32s32s32s16s4H3IIQQ16s")
+# fmt: off
 NAMES = (
-    "magic version fidelity reserved_a key parent position tokens namespace tenant scope part "
-    "codec_a codec_b codec_c codec_d layers pages page_bytes reserved_b raw_bytes stored_bytes payload_check"
-).split()
+    "magic", "version", "fidelity", "reserved_a", "key", "parent", "position", "tokens", "namespace", "tenant", "scope",
+    "part", "codec_a", "codec_b", "codec_c", "codec_d", "layers", "pages", "page_bytes", "reserved_b", "raw_bytes",
+    "stored_bytes", "payload_check",
+)
+# fmt: on
 
 
 def memory_of(raw: bytes) -> Memory:

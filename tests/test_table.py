@@ -208,61 +208,91 @@ def test_a_shelf_keeps_its_number(table: BlockTable) -> None:
     assert [table.shelf_id(shelf) for shelf in (HERE, *ELSEWHERE.values())] == numbers
 
 
+def test_a_busy_shelf_keeps_its_number_though_it_looks_empty(
+    table: BlockTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide.tiers.table.SHELVES_MAX", 2)
+    shelves = [blocks.shelf(f"tenant {i}") for i in range(3)]
+    assert [table.shelf_id(shelf) for shelf in shelves[:2]] == [0, 1]
+    assert table.shelf_id(shelves[2], busy=shelves[:2]) == NO_ROW
+    assert table.shelf_id(shelves[2], busy=shelves[:1]) == 1
+
+
 # A table that a medium has kept -----------------------------------------------------------------------------
 
 
-def test_a_loaded_table_is_like_one_that_was_filled(table: BlockTable) -> None:
+@pytest.mark.parametrize("hinted", [0.0, 0.5, 1.0])
+def test_a_loaded_table_is_like_one_that_was_filled(table: BlockTable, hinted: float) -> None:
     drawn = random.Random(7)
     shelves = [HERE, *ELSEWHERE.values()]
     keys = blocks.chain_keys("tree", 300)
-    parents = [keys[drawn.randrange(i)] if i % 50 else NO_PARENT for i in range(300)]
-    at = [shelves[i % 5] for i in range(300)]
-    rows = drawn.sample(range(400), 300)
-    reserved = sorted(set(range(400)) - set(rows))[:10]
+    rows = sorted(drawn.sample(range(1500), 300))
+    reserved = sorted(drawn.sample(sorted(set(range(1600)) - set(rows)), 10))
+    number = [i % 5 for i in range(300)]
+    parent_of = [drawn.randrange(i % 5, i, 5) if i % 50 >= 5 else None for i in range(300)]
+    parents = [NO_PARENT if parent is None else keys[parent] for parent in parent_of]
+    parent_rows = [NO_ROW if p is None or drawn.random() >= hinted else rows[p] for p in parent_of]
     loaded = BlockTable(LeafLru())
-    columns = (np.arange(300) * 4096, np.full(300, 4096), np.full(300, 4000))
     loaded.load(
-        dict(enumerate(shelves)),
-        reserved,
-        np.array(rows, np.int64),
-        np.array([i % 5 for i in range(300)], np.int32),
-        keys,
-        parents,
-        columns,
-        np.arange(1, 301),
+        shelves=dict(enumerate(shelves)),
+        reserved_rows=reserved,
+        rows=np.array(rows),
+        shelf=np.array(number, np.int32),
+        keys=keys,
+        parent_rows=np.array(parent_rows),
+        parents=[parent for parent, row in zip(parents, parent_rows, strict=True) if row == NO_ROW],
+        extents=(np.arange(300) * 4096, np.full(300, 4096), np.full(300, 4000)),
+        clocks=np.arange(1, 301),
     )
-    for shelf, key, parent in zip(at, keys, parents, strict=True):
-        enter(table, shelf, key, parent)
-    assert loaded.blocks == table.blocks == 300
-    for shelf in shelves:
-        assert loaded.knows(shelf)
     for i in range(300):
-        row = loaded.row(Address(at[i], keys[i]))
-        assert row == rows[i]
-        assert loaded.address(row) == Address(at[i], keys[i])
-        assert (loaded.offset[row], loaded.extent[row], loaded.frame_bytes[row]) == (i * 4096, 4096, 4000)
-    free = loaded.take_rows([0] * (max(rows) + 1 - 300 - len([r for r in reserved if r < max(rows)])), 1, 1)
-    assert not set(free) & ({*rows} | {*reserved})
-    loaded.hide([rows[3]])
-    table.hide([table.row(Address(at[3], keys[3]))])
+        address = Address(shelves[number[i]], keys[i])
+        enter(table, *address, parents[i])
+        assert loaded.row(address) == rows[i]
+        assert loaded.address(rows[i]) == address
+        assert [column[rows[i]] for column in (loaded.offset, loaded.extent, loaded.frame_bytes)] == [
+            i * 4096,
+            4096,
+            4000,
+        ]
+    assert loaded.blocks == table.blocks == 300
+    assert all(loaded.knows(shelf) for shelf in shelves)
+    taken = loaded.take_rows([0] * 1300, 1, 1)
+    assert not set(taken) & {*rows, *reserved}
+    for one_of_both in (loaded, table):
+        one_of_both.hide([one_of_both.row(Address(shelves[number[3]], keys[3]))])
     assert leave(loaded) == leave(table)
 
 
-def test_orphans_of_a_loaded_table_are_linked_when_their_parent_comes() -> None:
+def load(table: BlockTable, shelves: dict[int, Shelf], keys: list[Key], parents: list[Key]) -> None:
+    """Blocks in the rows from 1 on, all on shelf 0."""
+    count = len(keys)
+    rows = np.arange(1, count + 1)
+    table.load(
+        shelves,
+        [0] if count else [],
+        rows,
+        np.zeros(count, np.int32),
+        keys,
+        np.full(count, NO_ROW),
+        parents,
+        (rows * 4096, np.full(count, 4096), np.full(count, 4096)),
+        rows,
+    )
+
+
+def test_orphans_of_a_loaded_table_are_linked_when_their_parent_comes(table: BlockTable) -> None:
     keys = blocks.chain_keys("a", 4)
-    table = BlockTable(LeafLru())
-    columns = (np.arange(2) * 4096, np.full(2, 4096), np.full(2, 4096))
-    table.load({0: HERE}, [0], np.array([1, 2]), np.zeros(2, np.int32), keys[2:], keys[1:3], columns, np.array([1, 2]))
+    load(table, {0: HERE}, keys[2:], keys[1:3])
     enter(table, HERE, keys[0])
     enter(table, HERE, keys[1], keys[0])
     assert leave(table) == keys[::-1]
 
 
-def test_a_loaded_table_with_a_lost_shelf_number_gives_it_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_table_with_a_lost_shelf_number_gives_it_out_again(
+    table: BlockTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvtide.tiers.table.SHELVES_MAX", 4)
-    table = BlockTable(LeafLru())
-    nothing = np.zeros(0, np.int64)
-    table.load({3: HERE}, [], nothing, nothing.astype(np.int32), [], [], (nothing, nothing, nothing), nothing)
+    load(table, {3: HERE}, [], [])
     (key,) = blocks.chain_keys("a", 1)
     enter(table, HERE, key)
     numbers = []
@@ -275,9 +305,7 @@ def test_a_loaded_table_with_a_lost_shelf_number_gives_it_out_again(monkeypatch:
     assert table.shelf_id(HERE) == 3
 
 
-def test_a_table_can_be_loaded_with_nothing() -> None:
-    table = BlockTable(LeafLru())
-    nothing = np.zeros(0, np.int64)
-    table.load({}, [], nothing, nothing.astype(np.int32), [], [], (nothing, nothing, nothing), nothing)
+def test_a_table_can_be_loaded_with_nothing(table: BlockTable) -> None:
+    load(table, {}, [], [])
     assert (table.blocks, table.rows) == (0, 0)
     enter(table, HERE, blocks.chain_keys("a", 1)[0])

@@ -54,6 +54,13 @@ class LeafLru:
         self._add_children(parents)
 
     def link(self, children: list[int], parent: int) -> None:
+        above: set[int] = set()
+        at = parent
+        while at != NO_ROW and at not in above:
+            above.add(at)
+            at = int(self._parent[at])
+        # Headers may claim a circle of parents. Nobody in a circle would ever be without children and leave.
+        children = [child for child in children if child not in above]
         self._parent[children] = parent
         self._children[parent] += len(children)
 

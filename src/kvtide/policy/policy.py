@@ -30,7 +30,7 @@ class Policy(Protocol):
         """
 
     def link(self, children: list[int], parent: int) -> None:
-        """The parent of these blocks has entered after them."""
+        """The parent of these blocks has entered after them. A link that would close a circle is not made."""
 
     def touch(self, rows: Rows) -> None:
         """These blocks of one chain were used, first block first."""

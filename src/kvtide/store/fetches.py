@@ -3,7 +3,7 @@
 
 A flight owns a row of the DRAM tier from take-off to landing. Fetches that want the block hold the row
 too, so it stays until the last of them has let go. A fetch whose deadline passes takes what has arrived
-and leaves; its flights land all the same and serve whoever comes next.
+and leaves; flights that have begun land all the same and serve whoever comes next.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Fetch:
 
     rows: list[int]
     deadline: Deadline
+    holder: int
     on_done: Callable[[Fetch], None]
     end: int
     outcome: Outcome = Outcome.HIT
@@ -77,6 +78,7 @@ class Fetches:
         self._queues: list[deque[Flight]] = [deque() for _ in lower]
         self._flights: dict[Address, Flight] = {}
         self._open: set[Fetch] = set()
+        self._clears: list[Callable[[Shelf], bool]] = []  # under way: their shelves have no flights
         self._is_closing = False
         self.joined = 0  # flights that served one more fetch
         self._threads = [
@@ -88,11 +90,11 @@ class Fetches:
             thread.daemon = True
             thread.start()
 
-    def start(self, wanted: Wanted, deadline: Deadline, on_done: Callable[[Fetch], None]) -> None:
+    def start(self, wanted: Wanted, deadline: Deadline, holder: int, on_done: Callable[[Fetch], None]) -> None:
         """Hold what is in DRAM, join or begin flights for the rest; calls `on_done` when all that can come has."""
         table = self._dram.table
         found = table.find(wanted.shelf, wanted.keys)
-        fetch = Fetch(found.tolist(), deadline, on_done, len(found))
+        fetch = Fetch(found.tolist(), deadline, holder, on_done, len(found))
         here = found[found != NO_ROW]
         self._dram.hold(here)
         table.policy.touch(here)
@@ -108,7 +110,7 @@ class Fetches:
         for place, key in enumerate(wanted.keys):
             address = Address(wanted.shelf, key)
             if self._dram.table.row(address) == NO_ROW:
-                flight = self._flights.get(address) or self._take_off(address, wanted, place)
+                flight = self._flight(address, wanted, place)
                 if not isinstance(flight, Flight):
                     return place
                 flight.is_wanted = True
@@ -123,14 +125,25 @@ class Fetches:
     def next_deadline_s(self) -> float:
         return min((fetch.deadline.left_s for fetch in self._open), default=float("inf"))
 
-    def clear(self, is_meant: Callable[[Shelf], bool]) -> None:
-        """Flights of these shelves shall not become visible."""
+    def forget(self, holder: int) -> None:
+        """End the fetches of a client that is dead: nobody would give back what they bring."""
+        for fetch in [fetch for fetch in self._open if fetch.holder == holder]:
+            fetch.cut(0, Outcome.REJECTED)
+            self._settle(fetch)
+
+    def begin_clear(self, is_meant: Callable[[Shelf], bool]) -> None:
+        """Flights of these shelves shall not become visible, and none begin until `end_clear`: a lower tier that is
+        not cleared yet would give them what is about to go."""
+        self._clears.append(is_meant)
         for flight in self._flights.values():
             if is_meant(flight.address.shelf):
                 flight.is_cleared = True
 
+    def end_clear(self, is_meant: Callable[[Shelf], bool]) -> None:
+        self._clears.remove(is_meant)
+
     def close(self) -> None:
-        """Without the lock: end all reads, then all fetches that waited for them."""
+        """Without the lock: end all reads, then the flights that were not begun and the fetches that wait for them."""
         with self._dram.lock:
             self._is_closing = True
             for work in self._work:
@@ -138,31 +151,34 @@ class Fetches:
         for thread in self._threads:
             thread.join()
         with self._dram.lock:
-            for fetch in list(self._open):
-                fetch.cut(min(fetch.missing), Outcome.ERROR)
-                self._settle(fetch)
+            for flight in list(self._flights.values()):
+                self._land(flight, Outcome.ERROR, 0)
 
     def _lift(self, fetch: Fetch, wanted: Wanted) -> None:
         for place, key in enumerate(wanted.keys):
             if fetch.rows[place] != NO_ROW:
                 continue
             address = Address(wanted.shelf, key)
-            flight = self._flights.get(address)
-            if flight is not None and not flight.is_cleared:
-                self.joined += 1
-            else:
-                begun = self._take_off(address, wanted, place)
-                if not isinstance(begun, Flight):
-                    fetch.cut(place, begun)
-                    return
-                flight = begun
+            is_shared = address in self._flights
+            flight = self._flight(address, wanted, place)
+            if not isinstance(flight, Flight):
+                fetch.cut(place, flight)
+                return
+            self.joined += is_shared
             flight.waiting.append((fetch, place))
             fetch.rows[place] = flight.row
             fetch.missing.add(place)
             self._dram.hold(np.array([flight.row]))
 
+    def _flight(self, address: Address, wanted: Wanted, place: int) -> Flight | Outcome:
+        """The flight that brings this block up, under way or new; or why there is none."""
+        flight = self._flights.get(address)
+        if flight is None:
+            return self._take_off(address, wanted, place)
+        return Outcome.MISS if flight.is_cleared else flight
+
     def _take_off(self, address: Address, wanted: Wanted, place: int) -> Flight | Outcome:
-        if address in self._flights:  # a cleared one is still landing
+        if any(is_meant(address.shelf) for is_meant in self._clears):
             return Outcome.MISS
         number, frame_bytes = int(wanted.tiers[place]) - 1, int(wanted.frame_bytes[place])
         if number < 0:  # it was in DRAM when it was matched, and has left since

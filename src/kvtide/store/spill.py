@@ -20,6 +20,7 @@ from kvtide.config import SpillWhen
 from kvtide.deadline import Deadline
 from kvtide.frame import Frame
 from kvtide.keys import Shelf
+from kvtide.policy.policy import NO_ROW
 from kvtide.tiers.dram import DramTier
 from kvtide.tiers.tier import Outcome, Tier
 
@@ -104,6 +105,7 @@ class Spiller:
             else:
                 kept.append(row)
         self._queue = kept
+        self._idle.notify_all()  # whoever drains may have waited for these only
 
     def wait_until_written(self, is_meant: Callable[[Shelf], bool], deadline: Deadline) -> None:
         """Without the lock: wait for the writes under way of these shelves."""
@@ -116,10 +118,15 @@ class Spiller:
             self._idle.wait_for(is_over, timeout=deadline.left_s)
 
     def spill_all(self) -> None:
-        """Queue whatever in DRAM is not below yet, without a bound: before closing."""
+        """Queue whatever in DRAM is not below (any more), without a bound: before closing."""
         for row in self._dram.table.visible.tolist():
-            if row not in self._is_below and row not in self._is_queued:
+            if row not in self._is_queued and not (row in self._is_below and self._still_has(row)):
                 self._push(row)
+
+    def _still_has(self, row: int) -> bool:
+        """A block that is much used in DRAM is little used below, and may have left there."""
+        address = self._dram.table.address(row)
+        return bool(self.tier.lookup(address.shelf, [address.key])[0])
 
     def close(self) -> None:
         """Without the lock: end the threads. What is still queued is not written."""
@@ -135,6 +142,8 @@ class Spiller:
 
     def _enqueue(self, row: int) -> None:
         if row in self._is_queued or row in self._is_below:
+            return
+        if self._dram.table.shelf[row] == NO_ROW:  # cleared while somebody reads it: it must not come back
             return
         if self.stats.queued_bytes + int(self._dram.table.extent[row]) > self._queue_bytes_max:
             self.stats.dropped_full += 1
@@ -172,7 +181,8 @@ class Spiller:
                 self._unload(rows, outcomes)
 
     def _reclaim_ahead(self) -> None:
-        for row in self._dram.reclaim(self._dram.bytes_max // _FREE_SHARE):
+        leaving_bytes = int(self._dram.table.extent[list(self._leaving)].sum())  # free as soon as it is written
+        for row in self._dram.reclaim(self._dram.bytes_max // _FREE_SHARE - leaving_bytes):
             if row in self._is_below:
                 self._dram.release([row])
             else:

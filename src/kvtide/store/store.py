@@ -30,6 +30,7 @@ from kvtide.errors import ConfigError
 from kvtide.frame import HEADER_BYTES, NO_PARENT, Header
 from kvtide.keys import Digest, Key, Shelf
 from kvtide.layout import Layout
+from kvtide.memory.arena import PAGE_BYTES, round_up
 from kvtide.memory.leases import Lease, Ledger, Use
 from kvtide.policy.policy import NO_ROW
 from kvtide.store.fetches import Fetch, Fetches, Wanted
@@ -156,10 +157,9 @@ class Store:
         as far as one request's share of the arena goes."""
         first_block, page = divmod(first_page, pages_per_block)
         first_block = min(first_block, match.blocks)
-        end = match.blocks
-        for sizes in match.frame_bytes:
-            total = np.cumsum(sizes[first_block : match.blocks])
-            end = min(end, first_block + int(np.searchsorted(total, self._request_bytes_max, side="right")))
+        sizes = [_slot_bytes(each[first_block : match.blocks]) for each in match.frame_bytes]
+        total = np.cumsum(np.sum(sizes, axis=0))  # of all parts: they are one request
+        end = min(match.blocks, first_block + int(np.searchsorted(total, self._request_bytes_max, side="right")))
         reasons = () if end == match.blocks else (f"{match.blocks - end} blocks beyond the request's share of DRAM",)
         return Plan(match, first_block, end, page if end > first_block else 0, reasons)
 
@@ -183,7 +183,7 @@ class Store:
         self, plan: Plan, shelf: Shelf | None, use: Use, lease_s: float, deadline_s: float | None, holder: int
     ) -> Ticket[Fetched]:
         wanted = _wanted(plan, shelf)
-        planned_bytes = int(wanted.frame_bytes.sum())
+        planned_bytes = int(_slot_bytes(wanted.frame_bytes).sum())
         ticket: Ticket[Fetched] = Ticket()
         deadline = Deadline.after(self._settings.fetch_s if deadline_s is None else deadline_s, self._clock)
         with self._lock:
@@ -199,7 +199,7 @@ class Store:
                     self._pinned_bytes -= planned_bytes
                 self._complete(ticket, self._leased(fetch, plan, use, lease_s, holder))
 
-            self._fetches.start(wanted, deadline, on_done)
+            self._fetches.start(wanted, deadline, holder, on_done)
         return ticket
 
     def _may_take(self, planned_bytes: int, use: Use, holder: int) -> bool:
@@ -254,11 +254,11 @@ class Store:
             self._tidy()
             outcomes = self._presence(shelf, keys)
             wanted = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
-            count = min(len(wanted), self._request_bytes_max // frame_bytes)
+            count = min(len(wanted), self._request_bytes_max // round_up(frame_bytes))
             may_take = count and not self._is_closed and self._ledger.may_take(holder)
             taken = self.dram.take(frame_bytes, count) if may_take else []
             rows = [NO_ROW] * len(keys)
-            reserved = self._reserved.setdefault(shelf, {})
+            reserved = self._reserved.setdefault(shelf, {}) if taken else {}
             for i, row in zip(wanted, taken, strict=False):
                 before = keys[i - 1] if i else parent
                 self.dram.header[row] = Header(
@@ -373,6 +373,7 @@ class Store:
     def forget(self, holder: int) -> None:
         """A client is dead: everything that it held comes back."""
         with self._lock:
+            self._fetches.forget(holder)
             for lease in self._ledger.of(holder):
                 self._abort(lease)
 
@@ -417,15 +418,19 @@ class Store:
         is_meant = partial(is_cleared, namespace=namespace, tenant=tenant)
         with self._lock:
             self._reserved = {shelf: rows for shelf, rows in self._reserved.items() if not is_meant(shelf)}
-            self._fetches.clear(is_meant)
+            self._fetches.begin_clear(is_meant)
             for spiller in self._spillers:
                 spiller.clear(is_meant)
             count = self.dram.clear(namespace=namespace, tenant=tenant)
-        # A write that was under way when the lists above were cleared ends before its tier is.
-        deadline = Deadline.after(_CLEAR_S)
-        for spiller in self._spillers:
-            spiller.wait_until_written(is_meant, deadline)
-            count += spiller.tier.clear(namespace=namespace, tenant=tenant)
+        try:
+            # A write that was under way when the lists above were cleared ends before its tier is.
+            deadline = Deadline.after(_CLEAR_S)
+            for spiller in self._spillers:
+                spiller.wait_until_written(is_meant, deadline)
+                count += spiller.tier.clear(namespace=namespace, tenant=tenant)
+        finally:
+            with self._lock:
+                self._fetches.end_clear(is_meant)
         return count
 
     def drain(self, timeout_s: float = 30.0) -> bool:
@@ -477,6 +482,11 @@ def _prefix(sizes: npt.NDArray[np.int64]) -> int:
     """How many blocks from the start are there."""
     missing = np.flatnonzero(sizes == 0)
     return int(missing[0]) if len(missing) else len(sizes)
+
+
+def _slot_bytes(frame_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What frames take in the arena."""
+    return -(-frame_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _wanted(plan: Plan, shelf: Shelf | None) -> Wanted:

@@ -81,30 +81,40 @@ class FaultyTier(Tier):
         self.traits = tier.traits
         self.reads: Counter[Address] = Counter()
         self.writes: Counter[Address] = Counter()
+        self.lookups: list[int] = []  # how many keys each lookup was about
         self.answers: dict[Op, Outcome] = {}  # given for each address instead of asking the tier
         self.delay_s: dict[Op, float] = {}
         self._pause = pause
-        self._gates: dict[tuple[Op, When], Gate] = {}
+        self._gates: dict[tuple[Op, When], tuple[Gate, Address | None]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
-    def gate(self, op: Op, when: When = "before") -> Iterator[Gate]:
-        """Stop calls of this kind, before or after the tier has done them, until the gate or the block ends."""
-        gate = self._gates[op, when] = Gate()
+    def gate(self, op: Op, when: When = "before", *, of: Address | None = None) -> Iterator[Gate]:
+        """Stop calls of this kind, before or after the tier has done them, until the gate or the block ends.
+
+        With `of`, only those that are about this address, among others.
+        """
+        gate = Gate()
+        self._gates[op, when] = gate, of
         try:
             yield gate
         finally:
             del self._gates[op, when]
             gate.open()
 
-    def _stop(self, op: Op, when: When) -> None:
-        if gate := self._gates.get((op, when)):
+    def is_stopped(self, op: Op) -> bool:
+        """Whether a gate is in the way of calls of this kind."""
+        return any(gated == op for gated, _ in self._gates)
+
+    def _stop(self, op: Op, when: When, addresses: Sequence[Address] = ()) -> None:
+        gate, of = self._gates.get((op, when), (None, None))
+        if gate is not None and (of is None or of in addresses):
             gate.enter()
 
-    def _begin(self, op: Op) -> None:
+    def _begin(self, op: Op, addresses: Sequence[Address] = ()) -> None:
         if delay_s := self.delay_s.get(op):
             self._pause(delay_s)
-        self._stop(op, "before")
+        self._stop(op, "before", addresses)
 
     def open(self) -> None:
         self.tier.open()
@@ -113,24 +123,26 @@ class FaultyTier(Tier):
         self.tier.close()
 
     def lookup(self, shelf: Shelf, keys: Sequence[Key], deadline: Deadline = NEVER) -> npt.NDArray[np.int64]:
+        self.lookups.append(len(keys))
         return self.tier.lookup(shelf, keys, deadline)
 
     def read(self, addresses: Sequence[Address], into: Sequence[Memory], deadline: Deadline = NEVER) -> list[Outcome]:
         with self._lock:
             self.reads.update(addresses)
-        self._begin("read")
+        self._begin("read", addresses)
         answer = self.answers.get("read")
         outcomes = [answer] * len(addresses) if answer else self.tier.read(addresses, into, deadline)
-        self._stop("read", "after")
+        self._stop("read", "after", addresses)
         return outcomes
 
     def write(self, frames: Sequence[Frame], deadline: Deadline = NEVER) -> list[Outcome]:
+        addresses = [frame.address for frame in frames]
         with self._lock:
-            self.writes.update(frame.address for frame in frames)
-        self._begin("write")
+            self.writes.update(addresses)
+        self._begin("write", addresses)
         answer = self.answers.get("write")
         outcomes = [answer] * len(frames) if answer else self.tier.write(frames, deadline)
-        self._stop("write", "after")
+        self._stop("write", "after", addresses)
         return outcomes
 
     def delete(self, addresses: Sequence[Address]) -> list[Outcome]:

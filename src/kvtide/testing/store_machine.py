@@ -17,27 +17,28 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.config import LeaseSettings
 from kvtide.frame import HEADER_BYTES, NO_PARENT, Memory
-from kvtide.keys import Address, Digest, Key, Part, Shelf
+from kvtide.keys import Address, Key, Part, Shelf
 from kvtide.layout import Layout
 from kvtide.memory.arena import round_up
+from kvtide.memory.leases import Lease
 from kvtide.store.store import Lower, Store
 from kvtide.store.tickets import Fetched, Match, Plan, Reservation, Ticket
 from kvtide.testing.blocks import chain_keys, pattern
 from kvtide.testing.blocks import shelf as make_shelf
-from kvtide.testing.faults import FailingDevice, FaultyTier, VirtualClock
+from kvtide.testing.faults import FailingDevice, FaultyTier, Op, VirtualClock, When
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome, Tier
+from kvtide.tiers.tier import Outcome, Tier, is_cleared
 
 HIT, MISS, PENDING, REJECTED = Outcome.HIT, Outcome.MISS, Outcome.PENDING, Outcome.REJECTED
 _FAILURES = [Outcome.ERROR, Outcome.TIMEOUT, Outcome.THROTTLED, Outcome.REJECTED, Outcome.MISS]
@@ -122,6 +123,9 @@ HOLDERS = [1, 2, 3]
 ARENA_BYTES = 512 << 10
 LEASES = LeaseSettings(lease_s=30.0, fetch_s=10.0)
 
+MakeLower = Callable[[Path], Sequence[Lower]]
+Damage = Callable[[Path, random.Random], None]
+
 lines = st.sampled_from(LINES)
 parts = st.integers(0, 1)
 counts = st.integers(1, CHAIN_BLOCKS)
@@ -138,20 +142,27 @@ class Read:
     plan: Plan
     holder: int
     ticket: Ticket[Fetched]
-    expires_at_s: float | None = None  # of a pin
+    is_cleared: bool = False  # its blocks were cleared after it had begun: what it held by then it keeps
+
+    @property
+    def fetched(self) -> Fetched:
+        return self.ticket.result
+
+    @property
+    def lease(self) -> Lease | None:
+        return self.fetched.lease if self.ticket.is_done else None
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [Address(self.shelf, key) for key in self.plan.keys[: self.fetched.blocks]]
 
     def check(self) -> None:
-        fetched = self.ticket.result
-        planned = self.plan.end_block - self.plan.first_block
+        fetched, planned = self.fetched, self.plan.end_block - self.plan.first_block
         assert fetched.blocks == len(fetched.payloads) <= planned
         assert (fetched.outcome is HIT) == (fetched.blocks == planned), "a short fetch says why, a full one is a hit"
         assert (fetched.lease is None) == (fetched.blocks == 0)
         assert fetched.first_page == (self.plan.first_page if fetched.blocks else 0)
         assert_payloads(self.shelf, self.plan.keys, fetched.payloads, self.line.layout, fetched.first_page)
-
-    @property
-    def addresses(self) -> list[Address]:
-        return [Address(self.shelf, key) for key in self.plan.keys[: self.ticket.result.blocks]]
 
 
 @dataclass
@@ -164,33 +175,21 @@ class Write:
     expires_at_s: float
     is_cleared: bool = False
 
+    @property
+    def lease(self) -> Lease | None:
+        return self.reservation.lease
+
+    @property
     def slots(self) -> list[tuple[Address, Memory]]:
         pairs = zip(self.reservation.keys, self.reservation.payloads, strict=True)
         return [(Address(self.reservation.shelf, key), slot) for key, slot in pairs if slot is not None]
 
 
-@dataclass
-class Model:
-    """What may be found, and who holds what."""
-
-    possible: set[Address] = field(default_factory=set)  # published, and not cleared since
-    uncleared: set[Address] = field(default_factory=set)  # cleared on a device that failed: may be back after a restart
-    reads: list[Read] = field(default_factory=list)  # leased
-    flights: list[Read] = field(default_factory=list)  # not waited for yet
-    pins: list[Read] = field(default_factory=list)
-    writes: list[Write] = field(default_factory=list)
-    prefetches: list[tuple[Shelf, Plan]] = field(default_factory=list)
-
-
-MakeLower = Callable[[Path], Sequence[Lower]]
-Damage = Callable[[Path, random.Random], None]
-
-
 class StoreMachine(RuleBasedStateMachine):
-    """See the module's text. Made by `make_store_machine`, which supplies what is declared first."""
+    """See the module's text. `make_store_machine` supplies what is declared first."""
 
-    make_lower: staticmethod[[Path], Sequence[Lower]]
-    damage: staticmethod[[Path, random.Random], None] | None
+    make_lower: MakeLower
+    damage_folder: Damage | None
     device: FailingDevice | None
     folder_bytes_max: int | None
 
@@ -199,97 +198,98 @@ class StoreMachine(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="kvtide-"))
         self.folder = self.root / "0"
         self.clock = VirtualClock()
-        self.model = Model()
         self.is_calm = True
+        self.has_failed = False  # the device did, some time
         self.is_damaged = False
-        self.lives = 0
-        self.open()
+        self.possible: set[Address] = set()  # published, and not cleared since
+        self.uncleared: set[Address] = set()  # cleared on a device that fails: may be back after a restart
+        self.flights: list[Read] = []  # fetches that nobody has waited for yet
+        self.reads: list[Read] = []  # leased
+        self.pins: list[Read] = []
+        self.writes: list[Write] = []
+        self.plans: list[tuple[Line, Shelf, Plan]] = []
+        self.gates = ExitStack()
+        self.open_store()
 
     @initialize(is_calm=st.booleans())
     def choose_the_weather(self, is_calm: bool) -> None:
         """In calm examples nothing fails, so that more can be demanded of them."""
         self.is_calm = is_calm
 
-    def open(self) -> None:
-        self.folder.mkdir(exist_ok=True)
-        self.lower = [replace(each, tier=FaultyTier(each.tier)) for each in self.make_lower(self.folder)]
-        self.store = Store(
-            DramTier(ARENA_BYTES, huge_pages=False), self.lower, leases=LEASES, clock=self.clock
-        )
-
-    @property
-    def faulty_tiers(self) -> list[FaultyTier]:
-        return [each.tier for each in self.lower if isinstance(each.tier, FaultyTier)]
+    def open_store(self) -> None:
+        self.heal()
+        lower = self.make_lower(self.folder)
+        self.tiers = [FaultyTier(each.tier) for each in lower]
+        below = [replace(each, tier=tier) for each, tier in zip(lower, self.tiers, strict=True)]
+        self.store = Store(DramTier(ARENA_BYTES, huge_pages=False), below, leases=LEASES, clock=self.clock)
+        self.possible |= self.uncleared
 
     # Writing -----------------------------------------------------------------------------------------------
 
     @rule(line=lines, part=parts, first=st.integers(0, 5), count=counts, holder=holders, end=st.sampled_from("pppsak"))
     def save(self, line: Line, part: int, first: int, count: int, holder: int, end: str) -> None:
+        """Reserve slots and fill them; publish all or some, abort, or leave that to a later step."""
         shelf, keys = line.shelves[part], line.keys[first : first + count]
         parent = line.keys[first - 1] if first else NO_PARENT
         ticket = self.store.reserve(shelf, keys, line.layout, position=first, parent=parent, holder=holder)
         write = Write(line, ticket.result, holder, self.clock() + LEASES.lease_s)
         self.check_reservation(write)
         fill(write.reservation, line.layout.payload_bytes)
-        self.model.writes.append(write)
+        self.writes.append(write)
         if end != "k":
-            self.end_write(len(self.model.writes) - 1, end)
+            self.end_write(-1, end)
 
     def check_reservation(self, write: Write) -> None:
         reservation = write.reservation
-        pending = {address for each in self.running_writes() for address, _ in each.slots()}
+        pending = {address for each in self.writes if not self.is_late(each) for address, _ in each.slots}
         for key, outcome, slot in zip(reservation.keys, reservation.outcomes, reservation.payloads, strict=True):
             address = Address(reservation.shelf, key)
             assert (outcome is MISS) == (slot is not None)
-            assert outcome is not HIT or address in self.model.possible, "a hit on a block that nobody published"
-            assert (outcome is PENDING) <= (address in pending), "pending, but nobody fills it"
-        taken = sum(round_up(HEADER_BYTES + len(slot)) for _, slot in write.slots())
-        assert taken <= LEASES.request_share * ARENA_BYTES
+            assert outcome is not HIT or address in self.possible, "a hit on a block that nobody published"
+            assert outcome is not PENDING or address in pending, "pending, but nobody fills it"
+        taken_bytes = sum(round_up(HEADER_BYTES + len(slot)) for _, slot in write.slots)
+        assert taken_bytes <= LEASES.request_share * ARENA_BYTES
 
-    def running_writes(self) -> list[Write]:
-        return [each for each in self.model.writes if each.expires_at_s > self.clock() and not each.is_cleared]
+    def is_late(self, write: Write) -> bool:
+        return write.is_cleared or write.expires_at_s <= self.clock()
 
     @rule(pick=picks, end=st.sampled_from("psa"))
     def end_write(self, pick: int, end: str) -> None:
         """Publish all, publish some, or abort what has been reserved."""
-        if not self.model.writes:
+        if not self.writes:
             return
-        write = self.model.writes.pop(pick % len(self.model.writes))
+        write = self.writes.pop(pick % len(self.writes))
+        reservation = write.reservation
         if end == "a":
-            self.store.abort(write.reservation)
-            self.store.abort(write.reservation)
+            self.store.abort(reservation)
+            self.store.abort(reservation)
             return
-        which = None if end == "p" else [i for i in range(len(write.reservation.keys)) if i % 3 != pick % 3]
-        is_late = write.is_cleared or write.expires_at_s <= self.clock()
-        outcomes = self.store.publish(write.reservation, which)
-        for i, (key, slot) in enumerate(zip(write.reservation.keys, write.reservation.payloads, strict=True)):
-            if slot is None or (which is not None and i not in which):
-                assert outcomes[i] is write.reservation.outcomes[i]
+        chosen = [i for i in range(len(reservation.keys)) if end == "p" or i % 3 != pick % 3]
+        outcomes = self.store.publish(reservation, None if end == "p" else chosen)
+        for i, (key, slot) in enumerate(zip(reservation.keys, reservation.payloads, strict=True)):
+            if slot is None or i not in chosen:
+                assert outcomes[i] is reservation.outcomes[i]
             else:
-                assert outcomes[i] is (REJECTED if is_late else HIT)
-                if not is_late:
-                    self.model.possible.add(Address(write.reservation.shelf, key))
+                assert outcomes[i] is (REJECTED if self.is_late(write) else HIT)
+                if outcomes[i] is HIT:
+                    self.possible.add(Address(reservation.shelf, key))
 
     # Reading -----------------------------------------------------------------------------------------------
 
-    def plan(self, line: Line, which: Sequence[int], count: int, first_page: int = 0) -> Plan:
-        match = self.match(line, which, count)
-        plan = self.store.plan(match, first_page=first_page, pages_per_block=line.layout.pages)
-        assert plan.first_block <= plan.end_block <= match.blocks
-        assert bool(plan.reasons) == (plan.end_block < match.blocks)
-        return plan
-
     @rule(line=lines, which=st.sampled_from([[0], [1], [0, 1], [1, 0]]), count=counts)
-    def match(self, line: Line, which: Sequence[int], count: int) -> Match:
-        shelves, keys = [line.shelves[i] for i in which], line.keys[:count]
+    def match(self, line: Line, which: Sequence[int], count: int) -> None:
+        self.matched(line, [line.shelves[i] for i in which], count)
+
+    def matched(self, line: Line, shelves: Sequence[Shelf], count: int) -> Match:
+        keys = line.keys[:count]
         before = self.found_in_tiers(shelves, keys)
-        match = matched(self.store, shelves, keys)
-        after = self.found_in_tiers(shelves, keys)
-        if before == after:  # otherwise the background moved something meanwhile
-            assert match.blocks == next((i for i, is_found in enumerate(before) if not is_found), len(keys))
-        if not self.is_damaged:  # a damaged index may promise anything; reads find out
+        match = self.store.match(shelves, keys).result
+        if before == self.found_in_tiers(shelves, keys):  # otherwise something moved meanwhile
+            prefix = next((i for i, is_found in enumerate(before) if not is_found), count)
+            assert match.blocks == prefix, "a match ends where a part of a block is on no tier"
+        if not self.is_damaged:  # a damaged index may promise anything: reads find out
             found = {Address(shelf, key) for shelf in shelves for key in keys[: match.blocks]}
-            assert found <= self.model.possible, "a match of what nobody published, or of what was cleared"
+            assert found <= self.possible, "a match of what nobody published, or of what was cleared"
         return match
 
     def found_in_tiers(self, shelves: Sequence[Shelf], keys: Sequence[Key]) -> list[bool]:
@@ -300,58 +300,328 @@ class StoreMachine(RuleBasedStateMachine):
         flags: list[bool] = found.tolist()
         return flags
 
-    @rule(line=lines, part=parts, count=counts, first_page=st.integers(0, 10), holder=holders, end=st.sampled_from("rkw"))
-    def fetch(self, line: Line, part: int, count: int, first_page: int, holder: int, end: str) -> None:
-        """Fetch, and release at once, keep the lease, or wait for it in a later step."""
-        plan, shelf = self.plan(line, [part], count, first_page), line.shelves[part]
-        read = Read(line, shelf, plan, holder, self.store.fetch(plan, holder=holder))
-        self.model.flights.append(read)
-        if end != "w":
-            self.await_flight(len(self.model.flights) - 1, keep=end == "k")
+    def plan(self, line: Line, shelves: Sequence[Shelf], count: int, first_page: int = 0) -> Plan:
+        match = self.matched(line, shelves, count)
+        plan = self.store.plan(match, first_page=first_page, pages_per_block=line.layout.pages)
+        assert plan.first_block <= plan.end_block <= match.blocks
+        assert bool(plan.reasons) == (plan.end_block < match.blocks)
+        self.plans = [*self.plans[-7:], (line, shelves[0], plan)]
+        return plan
 
-    @rule(line=lines, count=counts, part=parts, holder=holders)
-    def fetch_for_both_parts(self, line: Line, count: int, part: int, holder: int) -> None:
-        plan, shelf = self.plan(line, [0, 1], count), line.shelves[part]
-        read = Read(line, shelf, plan, holder, self.store.fetch(plan, shelf, holder=holder))
-        self.model.flights.append(read)
-        self.await_flight(len(self.model.flights) - 1, keep=False)
+    @rule(line=lines, part=parts, count=counts, page=st.integers(0, 10), holder=holders, end=st.sampled_from("rkw"))
+    def fetch(self, line: Line, part: int, count: int, page: int, holder: int, end: str) -> None:
+        """Fetch; release at once, keep the lease, or wait in a later step."""
+        plan = self.plan(line, [line.shelves[part]], count, page)
+        self.flights.append(Read(line, line.shelves[part], plan, holder, self.store.fetch(plan, holder=holder)))
+        if end != "w":
+            self.await_flight(-1, end == "k")
+
+    @rule(line=lines, count=counts, holder=holders)
+    def fetch_both_parts(self, line: Line, count: int, holder: int) -> None:
+        plan = self.plan(line, line.shelves, count)
+        for shelf in line.shelves:
+            self.flights.append(Read(line, shelf, plan, holder, self.store.fetch(plan, shelf, holder=holder)))
+        self.await_flight(-1, True)
+        self.await_flight(-1, True)
+
+    @rule(pick=picks, holder=holders)
+    def fetch_by_an_old_plan(self, pick: int, holder: int) -> None:
+        if self.plans:
+            line, shelf, plan = self.plans[pick % len(self.plans)]
+            self.flights.append(Read(line, shelf, plan, holder, self.store.fetch(plan, shelf, holder=holder)))
+            self.await_flight(-1, False)
 
     @rule(line=lines, part=parts, count=counts, holder=holders)
     def fetch_too_late(self, line: Line, part: int, count: int, holder: int) -> None:
-        plan, shelf = self.plan(line, [part], count), line.shelves[part]
-        read = Read(line, shelf, plan, holder, self.store.fetch(plan, deadline_s=0.0, holder=holder))
-        self.model.flights.append(read)
+        plan = self.plan(line, [line.shelves[part]], count)
+        ticket = self.store.fetch(plan, deadline_s=0.0, holder=holder)
         self.store.poll()
-        assert read.ticket.is_done, "the deadline has passed and the fetch goes on"
-        self.await_flight(len(self.model.flights) - 1, keep=False)
+        assert ticket.is_done, "the deadline has passed, and the fetch goes on"
+        self.flights.append(Read(line, line.shelves[part], plan, holder, ticket))
+        self.await_flight(-1, False)
 
     @rule(pick=picks, keep=st.booleans())
     def await_flight(self, pick: int, keep: bool) -> None:
-        if not self.model.flights:
+        if not self.flights:
             return
-        read = self.model.flights.pop(pick % len(self.model.flights))
-        self.store.wait(read.ticket)
-        self.arrived(read)
-        if keep and read.ticket.result.lease is not None:
-            self.model.reads.append(read)
+        read = self.flights.pop(pick % len(self.flights))
+        self.await_read(read)
+        if keep and read.lease is not None:
+            self.reads.append(read)
         else:
-            self.store.release(read.ticket.result)
+            self.store.release(read.fetched)
 
-    def arrived(self, read: Read) -> None:
+    def await_read(self, read: Read) -> None:
+        self.go_on()
+        self.store.wait(read.ticket)
         read.check()
-        assert set(read.addresses) <= self.model.possible | self.cleared_while_leased(read), "served what was cleared"
-
-    def cleared_while_leased(self, read: Read) -> set[Address]:
-        """A fetch that began before a clear keeps the slots that it already held."""
-        return set(read.addresses) if read.plan in self.cleared_plans else set()
-
-    @property
-    def cleared_plans(self) -> list[Plan]:
-        return []
+        assert read.is_cleared or set(read.addresses) <= self.possible, "served what was cleared or never published"
 
     @rule(pick=picks)
     def release(self, pick: int) -> None:
-        if self.model.reads:
-            fetched = self.model.reads.pop(pick % len(self.model.reads)).ticket.result
+        if self.reads:
+            fetched = self.reads.pop(pick % len(self.reads)).fetched
             self.store.release(fetched)
             self.store.release(fetched)
+
+    @rule(line=lines, part=parts, count=counts)
+    def prefetch(self, line: Line, part: int, count: int) -> None:
+        plan = self.plan(line, [line.shelves[part]], count)
+        assert 0 <= self.store.prefetch(plan) <= plan.end_block - plan.first_block
+
+    @rule(line=lines, part=parts, count=counts, ttl_s=st.sampled_from([5.0, 100.0]), holder=holders)
+    def pin(self, line: Line, part: int, count: int, ttl_s: float, holder: int) -> None:
+        plan = self.plan(line, [line.shelves[part]], count)
+        pin = Read(line, line.shelves[part], plan, holder, self.store.pin(plan, ttl_s=ttl_s, holder=holder))
+        self.await_read(pin)
+        if pin.lease is not None:
+            self.pins.append(pin)
+
+    @rule(pick=picks)
+    def unpin(self, pick: int) -> None:
+        if self.pins:
+            self.store.release(self.pins.pop(pick % len(self.pins)).fetched)
+
+    # Time, and clients that die ----------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 11.0, 31.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.store.poll()
+        self.pins = [pin for pin in self.pins if pin.lease is not None and pin.lease.expires_at_s > self.clock()]
+        if seconds > LEASES.fetch_s:
+            assert all(read.ticket.is_done for read in self.flights), "a fetch goes on beyond its time"
+
+    @rule(holder=holders)
+    def client_dies(self, holder: int) -> None:
+        self.store.forget(holder)
+        dead: list[Read | Write] = [each for each in self.everything_held() if each.holder == holder]
+        assert all(not isinstance(each, Read) or each.ticket.is_done for each in dead), "a dead client still waits"
+        assert all(each.lease is None or each.lease.is_over for each in dead), "a dead client still holds slots"
+        self.flights = [each for each in self.flights if each.holder != holder]
+        self.reads = [each for each in self.reads if each.holder != holder]
+        self.pins = [each for each in self.pins if each.holder != holder]
+        self.writes = [each for each in self.writes if each.holder != holder]
+
+    def everything_held(self) -> list[Read | Write]:
+        return [*self.flights, *self.reads, *self.pins, *self.writes]
+
+    def let_go(self) -> None:
+        for read in (*self.flights, *self.reads, *self.pins):
+            self.await_read(read)
+            self.store.release(read.fetched)
+        for write in self.writes:
+            self.store.abort(write.reservation)
+        self.flights, self.reads, self.pins, self.writes = [], [], [], []
+
+    # The tiers below ---------------------------------------------------------------------------------------
+
+    @rule(op=st.sampled_from(["read", "write"]), when=st.sampled_from(["before", "after"]))
+    def stop(self, op: Op, when: When) -> None:
+        """Calls of this kind stand still until somebody has to wait for them: what comes next comes in between."""
+        self.go_on()
+        for tier in self.tiers:
+            self.gates.enter_context(tier.gate(op, when))
+
+    def go_on(self) -> None:
+        self.gates.close()
+
+    @rule(namespace=st.sampled_from([None, *_MODELS]), tenant=st.sampled_from([None, *_TENANTS]))
+    def clear(self, namespace: str | None, tenant: str | None) -> None:
+        if any(tier.is_stopped("write") for tier in self.tiers):
+            self.go_on()  # a clear waits for the writes that are under way
+        example = make_shelf(tenant or "", namespace=namespace or "")
+        in_namespace = None if namespace is None else example.namespace
+        of_tenant = None if tenant is None else example.tenant
+        try:
+            self.store.clear(namespace=in_namespace, tenant=of_tenant)
+        except OSError:  # it could not be made to last: they may be back after a restart, but not before
+            assert self.device is not None and self.device.failing
+        is_meant = partial(is_cleared, namespace=in_namespace, tenant=of_tenant)
+        gone = {address for address in self.possible if is_meant(address.shelf)}
+        self.possible -= gone
+        if self.has_failed:
+            self.uncleared |= gone
+        for read in (*self.flights, *self.reads, *self.pins):
+            read.is_cleared |= is_meant(read.shelf)
+        for write in self.writes:
+            write.is_cleared |= is_meant(write.reservation.shelf)
+
+    @rule()
+    def drain(self) -> None:
+        self.go_on()
+        assert self.store.drain()
+        assert all(spill.queued_bytes == 0 for spill in self.store.stats().spill.values())
+
+    @rule()
+    def reopen(self) -> None:
+        """Close and open again: in calm weather all that was there still is, unless a bound was in the way."""
+        self.go_on()
+        self.let_go()
+        losses, survivors = self.losses(), self.survivors()
+        self.store.close()
+        has_lost = self.losses() != losses
+        self.open_store()
+        if not has_lost:
+            self.check_survivors(survivors)
+
+    @rule()
+    def crash(self) -> None:
+        """The process dies: the next one sees the files as they are, in the middle of whatever was being done."""
+        if not self.is_local():
+            return
+        there_before = self.survivors(with_dram=False)
+        copied = self.root / str(int(self.folder.name) + 1)
+        shutil.copytree(self.folder, copied)
+        survivors = there_before & self.survivors(with_dram=False)
+        self.go_on()
+        self.let_go()
+        self.store.close(drain_s=0)
+        shutil.rmtree(self.folder)
+        self.folder = copied
+        self.open_store()
+        self.check_survivors(survivors)
+
+    def is_local(self) -> bool:
+        """All that the lower tiers keep is in the folder."""
+        return all(tier.traits.durable and not tier.traits.shared for tier in self.tiers)
+
+    def losses(self) -> list[int]:
+        """Whatever may keep a block from being there after the next open."""
+        stats = self.store.stats()
+        lost = [stats.tiers[tier.traits.name].evicted_blocks for tier in self.tiers]
+        for spill in stats.spill.values():
+            lost += [spill.dropped_full, spill.dropped_refused, spill.evicted_unspilled]
+        return lost
+
+    def survivors(self, *, with_dram: bool = True) -> set[Address]:
+        """What must be there after the next open."""
+        if not self.is_calm or not all(tier.traits.durable for tier in self.tiers):
+            return set()
+        tiers: Sequence[Tier] = self.store.tiers if with_dram else self.tiers
+        return {each for each in self.possible if any(tier.lookup(each.shelf, [each.key])[0] for tier in tiers)}
+
+    def check_survivors(self, survivors: set[Address]) -> None:
+        left = survivors
+        for tier in self.tiers:
+            there = [each for each in left if tier.lookup(each.shelf, [each.key])[0]]
+            into = [np.zeros(int(tier.lookup(each.shelf, [each.key])[0]), np.uint8) for each in there]
+            assert tier.read(there, into) == [HIT] * len(there)
+            for address, memory in zip(there, into, strict=True):
+                assert np.array_equal(memory[HEADER_BYTES:], payload_of(address, len(memory) - HEADER_BYTES))
+            left = left - set(there)
+        assert not left, f"{len(left)} of {len(survivors)} blocks did not survive"
+
+    @precondition(lambda self: not self.is_calm)
+    @rule(op=st.sampled_from(["read", "write"]), answer=st.sampled_from([None, *_FAILURES]))
+    def tier_answers(self, op: Op, answer: Outcome | None) -> None:
+        for tier in self.tiers:
+            tier.answers = {} if answer is None else {op: answer}
+
+    @precondition(lambda self: not self.is_calm and self.device is not None)
+    @rule(
+        op=st.sampled_from(["read", "write", "allocate", "sync"]),
+        code=st.sampled_from([errno.EIO, errno.ENOSPC]),
+    )
+    def device_fails(self, op: str, code: int) -> None:
+        assert self.device is not None
+        self.device.failing = {op: code}
+        self.has_failed = True
+
+    @precondition(lambda self: not self.is_calm)
+    @rule()
+    def heal(self) -> None:
+        if self.device is not None:
+            self.device.failing = {}
+        for tier in getattr(self, "tiers", []):
+            tier.answers = {}
+
+    @precondition(lambda self: not self.is_calm and self.damage_folder is not None)
+    @rule(seed=picks)
+    def damage(self, seed: int) -> None:
+        """Bytes change behind the tiers' backs."""
+        assert self.damage_folder is not None
+        self.damage_folder(self.folder, random.Random(seed))
+        self.is_damaged = True
+
+    # What always holds -------------------------------------------------------------------------------------
+
+    @invariant()
+    def leased_memory_is_nobody_elses(self) -> None:
+        for read in self.reads:
+            read.check()
+        for write in self.writes:
+            for address, slot in write.slots:
+                if self.is_late(write):  # a client that slept and goes on writing into what it was once given
+                    slot[:] = 0xEE
+                else:
+                    assert np.array_equal(slot, payload_of(address, len(slot))), "somebody wrote into a reserved slot"
+
+    @invariant()
+    def bounds_are_kept(self) -> None:
+        dram = self.store.dram.stats()
+        assert dram.bytes_used <= dram.bytes_max == ARENA_BYTES
+        if self.folder_bytes_max is not None:
+            assert folder_bytes(self.folder) <= self.folder_bytes_max
+
+    @invariant()
+    def pinned_blocks_stay(self) -> None:
+        for pin in self.pins:
+            found = self.store.dram.lookup(pin.shelf, [address.key for address in pin.addresses])
+            assert pin.is_cleared or found.all()
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        stats = self.store.stats()
+        leases = [each.lease for each in self.everything_held() if each.lease is not None]
+        assert len([*self.reads, *self.pins]) <= stats.leases <= len(leases)
+        assert all(not lease.is_over for lease in leases), "a lease ended that nobody gave back"
+        assert stats.quarantined_bytes == sum(lease.size_bytes for lease in leases if lease.is_quarantined)
+        assert stats.pinned_bytes == sum(pin.lease.size_bytes for pin in self.pins if pin.lease is not None)
+        assert stats.pinned_bytes <= LEASES.pinned_share * ARENA_BYTES
+        assert stats.matched_blocks <= stats.asked_blocks
+
+    def teardown(self) -> None:
+        """Everything given back and cleared, nothing is left."""
+        try:
+            self.heal()
+            self.go_on()
+            self.let_go()
+            stats = self.store.stats()
+            assert (stats.leases, stats.quarantined_bytes, stats.pinned_bytes) == (0, 0, 0)
+            self.store.clear()
+            self.store.close()
+            self.bounds_are_kept()
+            dram = self.store.dram.stats()
+            assert (dram.blocks, dram.bytes_used) == (0, 0), "slots leaked"
+        finally:
+            self.store.close(drain_s=0)
+            shutil.rmtree(self.root)
+
+
+def folder_bytes(folder: Path) -> int:
+    """How much of a disk a folder's files take, by their length or by their blocks, whichever is more."""
+    stats = [entry.stat() for entry in os.scandir(folder)] if folder.exists() else []
+    return max(sum(each.st_size for each in stats), sum(each.st_blocks * 512 for each in stats))
+
+
+def make_store_machine(
+    make_lower: MakeLower,
+    *,
+    folder_bytes_max: int | None = None,
+    damage: Damage | None = None,
+    device: FailingDevice | None = None,
+) -> type[StoreMachine]:
+    """A machine over a small arena and the tiers that `make_lower` builds, unopened, on a folder.
+
+    It is called again for each opening; durable tiers find their blocks again in the same folder. With
+    `folder_bytes_max` the folder is measured after each step. `damage` changes bytes in it behind the tiers'
+    backs; `device` is one whose files the tiers use. Both are left alone in half of the examples.
+    """
+    members = {
+        "make_lower": staticmethod(make_lower),
+        "damage_folder": None if damage is None else staticmethod(damage),
+        "device": device,
+        "folder_bytes_max": folder_bytes_max,
+    }
+    return type("StoreMachine", (StoreMachine,), members)

@@ -114,8 +114,8 @@ class DramTier(Tier):
             held, shelf = self.table.held[rows], self.table.shelf[rows]
             assert (held >= 0).all()
             gone = np.flatnonzero((held == 0) & (shelf == NO_ROW)).tolist()
-            if gone:
-                self._space.free([int(rows[i]) for i in gone])
+            if gone:  # each once, though somebody may have held it twice
+                self._space.free(list(dict.fromkeys(int(rows[i]) for i in gone)))
 
     def withdraw(self, rows: list[int]) -> None:
         """Make published blocks invisible now; each slot is free when its last holder lets go."""
@@ -177,6 +177,8 @@ class DramTier(Tier):
                 return Outcome.MISS
             header = self.header[row]
             assert header is not None
+            if len(target) < header.frame_bytes:  # another frame than the one that was looked up
+                return Outcome.MISS
             rows = np.array([row])
             self.hold(rows)
             self.table.policy.touch(rows)

@@ -126,7 +126,7 @@ class BlockTable:
             assert key not in index, "a block became visible twice"
             index[key] = row
             self.key[row] = key
-            parent_rows.append(index.get(parent, NO_ROW))
+            parent_rows.append(index.get(parent, NO_ROW) if parent != key else NO_ROW)
         self.shelf[rows] = number
         self.blocks += len(rows)
         self.policy.insert(np.array(rows, np.int64), np.array(parent_rows, np.int64), self.extent[rows])

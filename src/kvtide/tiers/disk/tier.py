@@ -364,10 +364,9 @@ class DiskTier(Tier):
                     self._day_bytes -= header.frame_bytes
                 outcomes[piece.at] = Outcome.REJECTED if is_cleared else outcome
                 if outcomes[piece.at] is Outcome.HIT:
-                    if self.table.insert(header.shelf, [piece.row], [header.key], [header.parent]):
-                        self._stats.written_bytes += len(piece.memory)
-                    else:
-                        outcomes[piece.at] = Outcome.REJECTED
+                    is_visible = self.table.insert(header.shelf, [piece.row], [header.key], [header.parent])
+                    assert is_visible, "a shelf with a write under way lost its number"
+                    self._stats.written_bytes += len(piece.memory)
                 self._let_go(piece.row)
             self._settled.notify_all()
 
