@@ -19,7 +19,7 @@ from kvtide.testing.blocks import shelf as make_shelf
 from kvtide.testing.faults import FaultyTier, VirtualClock
 from kvtide.testing.store_machine import assert_payloads, fetch, matched, save
 from kvtide.tiers.disk import DiskTier
-from kvtide.tiers.disk.tier import BYTES_MIN
+from kvtide.tiers.disk.room import BYTES_MIN
 from kvtide.tiers.dram import DramTier
 from kvtide.tiers.tier import Outcome
 

@@ -18,7 +18,7 @@ from kvtide.testing.store_machine import make_store_machine
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.disk.folder import DATA, INDEX
 from kvtide.tiers.disk.index import RECORD_BYTES, RECORDS_AT
-from kvtide.tiers.disk.tier import BYTES_MIN
+from kvtide.tiers.disk.room import BYTES_MIN
 
 
 def disk_below(folder: Path, device: FailingDevice, spill_when: SpillWhen) -> list[Lower]:
@@ -50,5 +50,6 @@ def test_no_order_of_calls_faults_and_restarts_makes_the_store_lie(spill_when: S
         damage=flip_some_bytes,
         device=device,
     )
-    is_campaign = settings.default.max_examples > 1000
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=200 if is_campaign else 50))
+    examples = settings.default.max_examples * 2 // 3  # of each mode
+    steps = 200 if settings.default.max_examples > 1000 else 50
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps))

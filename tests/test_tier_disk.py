@@ -67,7 +67,7 @@ from kvtide.tiers.disk.index import (
     checksums,
     shelf_record,
 )
-from kvtide.tiers.disk.tier import BYTES_MIN
+from kvtide.tiers.disk.room import BYTES_MIN
 from kvtide.tiers.tier import Outcome
 
 THROTTLED, ERROR, TIMEOUT = Outcome.THROTTLED, Outcome.ERROR, Outcome.TIMEOUT
@@ -1061,7 +1061,7 @@ class FakeTime:
 
 def test_a_device_without_room_rejects_and_keeps_what_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeTime()
-    monkeypatch.setattr("kvtide.tiers.disk.tier.time", clock)
+    monkeypatch.setattr("kvtide.tiers.disk.room.time", clock)
     faults = Faults(errno.ENOSPC)
     with opened(folder, open_file=faults.open) as tier:
         store(tier, many("a", 5))

@@ -178,13 +178,15 @@ def decode_header(area: Memory) -> tuple[Header, bytes]:
 
 
 def verify(memory: Memory, address: Address) -> Header:
-    """Check a whole frame that was read for `address`; raise Damaged unless every byte is as it was written."""
+    """Check what was read for `address`; raise Damaged unless every byte of the memory is as it was written."""
     header, payload_check = decode_header(memory)
     if header.key != address.key or header.shelf != address.shelf:
         raise Misplaced("a sound frame of another address")
     if len(memory) < header.frame_bytes:
         raise Truncated("payload shorter than the header says", bytes=len(memory), wanted=header.frame_bytes)
-    if payload_checksum(memory[HEADER_BYTES : header.frame_bytes]) != payload_check:
+    if len(memory) > header.frame_bytes:  # another frame than the one whose length was known: nothing covers the rest
+        raise Misplaced("a frame of another length", bytes=len(memory), wanted=header.frame_bytes)
+    if payload_checksum(memory[HEADER_BYTES:]) != payload_check:
         raise BadChecksum("payload checksum differs")
     return header
 

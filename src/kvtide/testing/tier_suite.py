@@ -122,10 +122,10 @@ def read(tier: Tier, frames: Sequence[Frame], deadline: Deadline = NEVER) -> tup
 
 
 def assert_is(frame: Frame, memory: Memory) -> None:
-    """The memory holds this frame, sealed, with the payload of its address."""
-    assert verify(memory, frame.address) == frame.header
-    payload = memory[HEADER_BYTES : frame.header.frame_bytes]
-    assert np.array_equal(payload, blocks.pattern(frame.address, frame.header.stored_bytes))
+    """The memory begins with this frame, sealed, with the payload of its address."""
+    whole = memory[: frame.header.frame_bytes]
+    assert verify(whole, frame.address) == frame.header
+    assert np.array_equal(whole[HEADER_BYTES:], blocks.pattern(frame.address, frame.header.stored_bytes))
 
 
 def sizes(tier: Tier, frames: Sequence[Frame]) -> list[int]:

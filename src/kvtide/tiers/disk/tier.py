@@ -6,11 +6,10 @@ index record is written, and only then a lookup sees it. A process that dies in 
 record or a frame without its counterpart, and neither can be taken for a block: reads verify the frame
 against the address that was asked for.
 
-The bound covers everything in the folder. The data file grows step by step and its space is used again
-in place; it never shrinks while open, so a full cache writes to extents that the filesystem has long
-allocated.
+The data file grows step by step and its space is used again in place; it never shrinks while open, so a full
+cache writes to extents that the filesystem has long allocated.
 
-Locking: `_lock` guards table and space and is never held during I/O on frames. A row that is being read
+Locking: `_lock` guards table, room and budget and is never held during I/O on frames. A row that is being read
 or written is held, so neither its place nor its record can change meanwhile.
 """
 
@@ -33,25 +32,20 @@ from kvtide.deadline import NEVER, Deadline
 from kvtide.errors import Closed, ConfigError, Damaged, Truncated
 from kvtide.frame import NO_PARENT, Frame, Header, Memory, verify
 from kvtide.keys import Address, Digest, Key, Shelf
-from kvtide.memory.arena import round_up
+from kvtide.observe.fault_log import FaultLog
 from kvtide.policy.leaf_lru import LeafLru
 from kvtide.policy.policy import NO_ROW, Policy
 from kvtide.tiers.disk import recovery
+from kvtide.tiers.disk.budget import DailyBudget, utc_day
 from kvtide.tiers.disk.data import DataFile, Piece, runs
 from kvtide.tiers.disk.files import ALIGNMENT, RawFile, supports_direct
 from kvtide.tiers.disk.folder import DATA, INDEX, Folder
-from kvtide.tiers.disk.index import RECORD_BYTES, RECORDS_AT, IndexFile, block_records, shelf_record
-from kvtide.tiers.space import Space
-from kvtide.tiers.table import BlockTable
+from kvtide.tiers.disk.index import IndexFile, block_records
+from kvtide.tiers.disk.room import BYTES_MIN, Room, frame_bytes_max, index_step_bytes
 from kvtide.tiers.tier import Outcome, Tier, TierStats, Traits, is_cleared
 
-log = logging.getLogger(__name__)
+faults = FaultLog(logging.getLogger(__name__))
 
-BYTES_MIN = 1 << 20  # below this the bookkeeping would not leave room for blocks
-_OVERHEAD_BYTES = 64 << 10  # lock file, index head, and what the filesystem needs to describe the files
-_INDEX_SHARE = 256  # at least 1/256 of the bound is kept for the index: enough for frames of 32 KiB on average
-_GROW_BYTES_MAX = 1 << 30
-_GROW_AGAIN_S = 10
 _SYNC_S = 5.0
 
 OpenFile = Callable[..., RawFile]
@@ -69,12 +63,11 @@ class DiskTier(Tier):
         io_threads: int = 4,
         bytes_written_daily_max: int | None = None,
         open_file: OpenFile = RawFile,
-        today: Callable[[], int] = lambda: int(time.time() // 86_400),
+        today: Callable[[], int] = utc_day,
     ) -> None:
         if bytes_max < BYTES_MIN:
             raise ConfigError(f"disk.bytes_max is {bytes_max}, which holds not one block: give it {BYTES_MIN} or more")
         self.bytes_max = bytes_max // ALIGNMENT * ALIGNMENT
-        self._index_step_bytes = max(ALIGNMENT, min(1 << 20, bytes_max // 1024 // ALIGNMENT * ALIGNMENT))
         self.traits = Traits(
             name="disk",
             durable=True,
@@ -82,7 +75,7 @@ class DiskTier(Tier):
             enumerable=True,
             checksummed=True,
             alignment=ALIGNMENT,
-            frame_bytes_max=self._data_limit(RECORDS_AT + self._index_step_bytes),
+            frame_bytes_max=frame_bytes_max(self.bytes_max),
         )
         self._path = folder
         self._policy = policy
@@ -116,27 +109,17 @@ class DiskTier(Tier):
 
     def _open_files(self, undo: ExitStack) -> None:
         self.is_direct = supports_direct(self._path)
-        self._index = IndexFile(self._path / INDEX, self._open_file, step_bytes=self._index_step_bytes)
+        self._index = IndexFile(self._path / INDEX, self._open_file, step_bytes=index_step_bytes(self.bytes_max))
         undo.callback(self._index.close)
         self._index.check_head()
-        # A record describes at least a page, so a larger index is one of a higher bound, and would leave no room.
-        self._index.shrink(RECORDS_AT + self.bytes_max * RECORD_BYTES // ALIGNMENT)
         self._data = DataFile(self._path / DATA, partial(self._open_file, direct=self.is_direct))
         undo.callback(self._data.close)
-        limit = self._data_limit(self._index.allocated_bytes)
-        if self._data.size_bytes > limit:  # the bound was lowered, or another version was more generous
-            self._data.truncate(limit)
-        self.table = BlockTable(self._policy or LeafLru())
-        self._freed: list[int] = []  # rows whose records are yet to be erased
-        self._space = Space(self.table, on_free=self._freed.extend)
-        self._space.extents.grow(self._data.size_bytes // ALIGNMENT * ALIGNMENT)
-        self.recovered = recovery.load(self._index, self._space)
-        self._freed.clear()
-        self._shelf_rows = self.recovered.shelf_rows
+        self._room = Room(self._index, self._data, self.bytes_max, self._policy or LeafLru())
+        self.table = self._room.table
+        self.recovered = self._room.recovered
         self._clock = self.recovered.clock
         self._pending: dict[Address, int] = {}  # being written, and in which row; NO_ROW: cleared meanwhile
-        self._grow_again_at_s = 0.0
-        self._day, self._day_bytes = self._index.read_day()
+        self._budget = DailyBudget(self._daily_max, self._index, self._today)
         self._synced_at_s = time.monotonic()
 
     def close(self) -> None:
@@ -150,11 +133,11 @@ class DiskTier(Tier):
         with self._close_files:
             try:
                 recovery.save_clocks(self._index, self.table)
-                self._index.write_day(self._day, self._day_bytes)
+                self._budget.write_down()
                 self._data.sync()
                 self._index.sync()
             except OSError as error:  # what is on the medium is as sound as after a crash
-                log.warning("disk.not_synced folder=%s error=%s", self._path, error.strerror)
+                faults.warn("disk.not_synced", folder=self._path, error=error.strerror)
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -222,34 +205,22 @@ class DiskTier(Tier):
             try:
                 if not is_whole:
                     raise Truncated("the data file ends before the frame does")
-                if verify(piece.memory, address).frame_bytes != len(piece.memory):
-                    raise Truncated("shorter than its record says: nothing vouches for the bytes behind it")
+                verify(piece.memory, address)
             except Damaged as damage:
                 outcome = Outcome.CORRUPT
-                log.warning("disk.damaged kind=%s offset=%d", damage.kind, piece.offset)
+                faults.warn("disk.damaged", kind=damage.kind, offset=piece.offset)
         if outcome in (Outcome.CORRUPT, Outcome.ERROR):
             piece.memory[:] = 0
         with self._lock:
             if outcome is Outcome.HIT:
                 self._stats.read_bytes += len(piece.memory)
             elif outcome is not Outcome.TIMEOUT:
-                self._hide([piece.row])
+                self._room.hide(piece.row)
             if outcome is not Outcome.ERROR:
-                self._let_go(piece.row)
+                self._room.let_go(piece.row)
             # After an error of the device the row stays held: its place is not used again and its record
             # not erased, so that the block is tried once more after the next open.
         return outcome
-
-    def _hide(self, rows: list[int]) -> None:
-        """Make blocks invisible that are not hidden already (two readers may find the same damage)."""
-        if visible := [row for row in rows if self.table.shelf[row] != NO_ROW]:
-            self.table.hide(visible)
-
-    def _let_go(self, row: int) -> None:
-        self.table.held[row] -= 1
-        if not self.table.held[row] and self.table.shelf[row] == NO_ROW:
-            self._space.free([row])
-            self._erase_freed()
 
     # Writing -----------------------------------------------------------------------------------------------
 
@@ -275,6 +246,7 @@ class DiskTier(Tier):
         """Take a row and a place for each frame that needs one; `outcomes` says why others get none."""
         pieces: list[Piece] = []
         with self._lock:
+            busy = {address.shelf for address in self._pending}
             for at, frame in enumerate(frames):
                 outcomes[at] = self._refusal(frame)
                 if outcomes[at] is not Outcome.MISS:
@@ -282,14 +254,15 @@ class DiskTier(Tier):
                 if deadline.has_passed:  # before a block leaves for it
                     outcomes[at] = Outcome.TIMEOUT
                     continue
-                row = self._take(frame)
+                row = self._room.take(frame.header, busy)
                 if row == NO_ROW:
                     outcomes[at] = Outcome.REJECTED
                     continue
                 self._pending[frame.address] = row
-                self._day_bytes += frame.header.frame_bytes
+                busy.add(frame.header.shelf)
+                self._budget.spend(frame.header.frame_bytes)
                 pieces.append(Piece(at, row, int(self.table.offset[row]), frame.memory[: frame.header.frame_bytes]))
-            self._erase_freed()  # before any of the freed places is written to
+            self._room.erase_freed()  # before any of the freed places is written to
         return pieces
 
     def _refusal(self, frame: Frame) -> Outcome:
@@ -300,22 +273,9 @@ class DiskTier(Tier):
             return Outcome.PENDING
         if frame.header.frame_bytes > self.traits.frame_bytes_max:
             return Outcome.REJECTED
-        if self._daily_max is not None:
-            if (today := self._today()) != self._day:
-                self._day, self._day_bytes = today, 0
-            if self._day_bytes + frame.header.frame_bytes > self._daily_max:
-                return Outcome.THROTTLED
+        if not self._budget.allows(frame.header.frame_bytes):
+            return Outcome.THROTTLED
         return Outcome.MISS
-
-    def _take(self, frame: Frame) -> int:
-        if not self._has_row() or not self._has_shelf(frame.header.shelf) or not self._has_row():
-            return NO_ROW
-        extent = round_up(frame.header.frame_bytes)
-        offset = self._space.extents.take(extent)
-        while offset < 0 and self._grow_data(extent):
-            offset = self._space.extents.take(extent)
-        offsets = [offset] if offset >= 0 else self._space.take(extent)
-        return self.table.take_rows(offsets, extent, frame.header.frame_bytes)[0] if offsets else NO_ROW
 
     def _write_run(self, run: list[Piece], deadline: Deadline) -> int:
         if deadline.has_passed:
@@ -361,89 +321,28 @@ class DiskTier(Tier):
                 header = frames[piece.at].header
                 is_cleared = self._pending.pop(header.address) != piece.row
                 if outcome is Outcome.TIMEOUT:
-                    self._day_bytes -= header.frame_bytes
+                    self._budget.refund(header.frame_bytes)
                 outcomes[piece.at] = Outcome.REJECTED if is_cleared else outcome
                 if outcomes[piece.at] is Outcome.HIT:
                     is_visible = self.table.insert(header.shelf, [piece.row], [header.key], [header.parent])
                     assert is_visible, "a shelf with a write under way lost its number"
                     self._stats.written_bytes += len(piece.memory)
-                self._let_go(piece.row)
+                self._room.let_go(piece.row)
             self._settled.notify_all()
-
-    # Room --------------------------------------------------------------------------------------------------
-
-    def _data_limit(self, index_bytes: int) -> int:
-        """How large the data file may get beside an index of that size."""
-        index_share = max(index_bytes, self.bytes_max // _INDEX_SHARE)
-        return (self.bytes_max - _OVERHEAD_BYTES - index_share) // ALIGNMENT * ALIGNMENT
-
-    def _grow_data(self, extent: int) -> bool:
-        size, limit = self._space.extents.capacity_bytes, self._data_limit(self._index.allocated_bytes)
-        target = min(limit, size + max(extent, min(_GROW_BYTES_MAX, self.bytes_max // 64 // ALIGNMENT * ALIGNMENT)))
-        if target <= size or not self._try_to_grow(partial(self._data.grow, target)):
-            return False
-        self._space.extents.grow(target)
-        return True
-
-    def _has_row(self) -> bool:
-        """Is there, or can there be, a record for one more row?"""
-        if self.table.has_free_row or self.table.rows < self._index.rows_allocated:
-            return True
-        after = self._index.bytes_after_growing() + self._data.size_bytes + _OVERHEAD_BYTES
-        if after <= self.bytes_max and self._try_to_grow(self._index.grow):
-            return True
-        return self._space.evict(1) > 0  # a block leaves so that its record can be used again
-
-    def _try_to_grow(self, grow: Callable[[], None]) -> bool:
-        """Ask the device for more room; when it has none, work with what there is and ask again later."""
-        if time.monotonic() < self._grow_again_at_s:
-            return False
-        try:
-            grow()
-        except OSError as error:
-            self._grow_again_at_s = time.monotonic() + _GROW_AGAIN_S
-            log.warning("disk.cannot_grow folder=%s error=%s next_try_s=%d", self._path, error.strerror, _GROW_AGAIN_S)
-            return False
-        return True
-
-    def _has_shelf(self, shelf: Shelf) -> bool:
-        """Give a new shelf its record, before any block on it has one."""
-        if self.table.knows(shelf):
-            return True
-        # A shelf whose first block is under way looks empty, but its number is not to be given to another.
-        number = self.table.shelf_id(shelf, busy={address.shelf for address in self._pending})
-        if number == NO_ROW:
-            return False
-        self._erase_freed()  # the shelf may get a row that was freed just now: not to be erased after it is written
-        if number not in self._shelf_rows:
-            [self._shelf_rows[number]] = self.table.take_rows([0], 0, 0)
-        try:
-            self._index.write([self._shelf_rows[number]], shelf_record(shelf, number))
-        except OSError as error:
-            log.warning("disk.shelf_not_written error=%s", error.strerror)
-        return True
-
-    def _erase_freed(self) -> None:
-        """Erase the records of rows whose place is free again. Should it fail, reads still find out."""
-        try:
-            self._index.erase(self._freed)
-        except OSError as error:
-            log.warning("disk.not_erased records=%d error=%s", len(self._freed), error.strerror)
-        self._freed.clear()
 
     # The rest ----------------------------------------------------------------------------------------------
 
     def delete(self, addresses: Sequence[Address]) -> list[Outcome]:
         with self._call(), self._lock:
             rows = [self.table.row(address) for address in addresses]
-            self._forget([row for row in dict.fromkeys(rows) if row != NO_ROW])
+            self._room.forget([row for row in dict.fromkeys(rows) if row != NO_ROW])
         return [Outcome.MISS if row == NO_ROW else Outcome.HIT for row in rows]
 
     def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
         with self._call():
             with self._lock:
                 rows = self.table.of(namespace, tenant)
-                self._forget(rows)
+                self._room.forget(rows)
                 # A write that is under way will not become visible; but it may be about to say so in the index, so
                 # its end is waited for before the index is synced.
                 writing = [address for address in self._pending if is_cleared(address.shelf, namespace, tenant)]
@@ -453,21 +352,12 @@ class DiskTier(Tier):
             self._index.sync()
             return len(rows)
 
-    def _forget(self, rows: list[int]) -> None:
-        if not rows:
-            return
-        self.table.hide(rows)
-        self._freed += rows
-        self._erase_freed()
-        self._space.free([row for row, held in zip(rows, self.table.held[rows].tolist(), strict=True) if not held])
-        self._freed.clear()
-
     def stats(self) -> TierStats:
         with self._lock:
             stats = copy.deepcopy(self._stats)
             stats.blocks = self.table.blocks
-            stats.bytes_used = self._space.used_bytes
-            stats.evicted_blocks = self._space.evicted_blocks
+            stats.bytes_used = self._room.space.used_bytes
+            stats.evicted_blocks = self._room.space.evicted_blocks
             return stats
 
     def _each_done(
@@ -500,11 +390,11 @@ class DiskTier(Tier):
 
     def _sync(self) -> None:
         try:
-            self._index.write_day(self._day, self._day_bytes)
+            self._budget.write_down()
             self._data.sync()
             self._index.sync()
         except OSError as error:
-            log.warning("disk.not_synced error=%s", error.strerror)
+            faults.warn("disk.not_synced", folder=self._path, error=error.strerror)
 
 
 def _seal(frames: Sequence[Frame], run: list[Piece]) -> None:
@@ -517,5 +407,5 @@ def _outcome_of(error: OSError | None) -> Outcome:
         return Outcome.HIT
     if isinstance(error, TimeoutError):
         return Outcome.TIMEOUT
-    log.warning("disk.io_failed error=%s", error)
+    faults.warn("disk.io_failed", error=error)
     return Outcome.ERROR

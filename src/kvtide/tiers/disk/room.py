@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows and places of the disk tier: what is in use, by what, and how much more the bound and the device allow.
+
+The bound covers everything in the folder: data file, index, and what describes them. Both files grow in
+steps; the data file stops early enough for the index to grow beside it. When neither may grow, blocks leave:
+for their place, or for their record.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+
+from kvtide.frame import Header
+from kvtide.keys import Shelf
+from kvtide.memory.arena import round_up
+from kvtide.observe.fault_log import FaultLog
+from kvtide.policy.policy import NO_ROW, Policy
+from kvtide.tiers.disk import recovery
+from kvtide.tiers.disk.data import DataFile
+from kvtide.tiers.disk.files import ALIGNMENT
+from kvtide.tiers.disk.index import RECORD_BYTES, RECORDS_AT, IndexFile, shelf_record
+from kvtide.tiers.space import Space
+from kvtide.tiers.table import BlockTable
+
+BYTES_MIN = 1 << 20  # below this the bookkeeping would not leave room for blocks
+_OVERHEAD_BYTES = 64 << 10  # lock file, index head, and what the filesystem needs to describe the files
+_INDEX_SHARE = 256  # at least 1/256 of the bound is kept for the index: enough for frames of 32 KiB on average
+_GROW_BYTES_MAX = 1 << 30
+_GROW_AGAIN_S = 10
+
+faults = FaultLog(logging.getLogger(__name__))
+
+
+def index_step_bytes(bytes_max: int) -> int:
+    return max(ALIGNMENT, min(1 << 20, bytes_max // 1024 // ALIGNMENT * ALIGNMENT))
+
+
+def data_limit(bytes_max: int, index_bytes: int) -> int:
+    """How large the data file may get beside an index of that size."""
+    index_share = max(index_bytes, bytes_max // _INDEX_SHARE)
+    return (bytes_max - _OVERHEAD_BYTES - index_share) // ALIGNMENT * ALIGNMENT
+
+
+def frame_bytes_max(bytes_max: int) -> int:
+    """The largest frame that fits under a bound at all."""
+    return data_limit(bytes_max, RECORDS_AT + index_step_bytes(bytes_max))
+
+
+class Room:
+    """The table of all blocks, and the files under it. No lock: its tier has one, held around every method."""
+
+    def __init__(self, index: IndexFile, data: DataFile, bytes_max: int, policy: Policy) -> None:
+        # A record describes at least a page, so a larger index is one of a higher bound, and would leave no room.
+        index.shrink(RECORDS_AT + bytes_max * RECORD_BYTES // ALIGNMENT)
+        limit = data_limit(bytes_max, index.allocated_bytes)
+        if data.size_bytes > limit:  # the bound was lowered, or another version was more generous
+            data.truncate(limit)
+        self._index = index
+        self._data = data
+        self._bytes_max = bytes_max
+        self._grow_again_at_s = 0.0
+        self._freed: list[int] = []  # rows whose records are yet to be erased
+        self.table = BlockTable(policy)
+        self.space = Space(self.table, on_free=self._freed.extend)
+        self.space.extents.grow(data.size_bytes // ALIGNMENT * ALIGNMENT)
+        self.recovered = recovery.load(index, self.space)
+        self._shelf_rows = self.recovered.shelf_rows
+
+    def take(self, header: Header, busy: Collection[Shelf]) -> int:
+        """A row and a place for this frame, held once by the caller; NO_ROW when nothing can leave for it.
+
+        `busy`: shelves with a write under way. Blocks that left are erased from the index by `erase_freed`, which
+        the caller calls before it writes to the place.
+        """
+        if not self._has_row() or not self._has_shelf(header.shelf, busy) or not self._has_row():
+            return NO_ROW
+        extent = round_up(header.frame_bytes)
+        offset = self.space.extents.take(extent)
+        while offset < 0 and self._grow_data(extent):
+            offset = self.space.extents.take(extent)
+        offsets = [offset] if offset >= 0 else self.space.take(extent)
+        return self.table.take_rows(offsets, extent, header.frame_bytes)[0] if offsets else NO_ROW
+
+    def let_go(self, row: int) -> None:
+        """One holder less. An invisible row that nobody holds is free, and its record erased."""
+        self.table.held[row] -= 1
+        if not self.table.held[row] and self.table.shelf[row] == NO_ROW:
+            self.space.free([row])
+            self.erase_freed()
+
+    def hide(self, row: int) -> None:
+        """Make a block invisible that is not hidden already (two readers may find the same damage)."""
+        if self.table.shelf[row] != NO_ROW:
+            self.table.hide([row])
+
+    def forget(self, rows: list[int]) -> None:
+        """Blocks are gone from here on, and from the index; a place is free when its last holder lets go."""
+        if not rows:
+            return
+        self.table.hide(rows)
+        self._freed += rows
+        self.erase_freed()
+        self.space.free([row for row, held in zip(rows, self.table.held[rows].tolist(), strict=True) if not held])
+        self._freed.clear()  # erased above
+
+    def erase_freed(self) -> None:
+        """Erase the records of rows whose place is free again. Should it fail, reads still find out."""
+        try:
+            self._index.erase(self._freed)
+        except OSError as error:
+            faults.warn("disk.not_erased", records=len(self._freed), error=error.strerror)
+        self._freed.clear()
+
+    def _has_row(self) -> bool:
+        """Is there, or can there be, a record for one more row?"""
+        if self.table.has_free_row or self.table.rows < self._index.rows_allocated:
+            return True
+        after = self._index.bytes_after_growing() + self._data.size_bytes + _OVERHEAD_BYTES
+        if after <= self._bytes_max and self._try_to_grow(self._index.grow):
+            return True
+        return self.space.evict(1) > 0  # a block leaves so that its record can be used again
+
+    def _has_shelf(self, shelf: Shelf, busy: Collection[Shelf]) -> bool:
+        """Give a new shelf its record, before any block on it has one."""
+        if self.table.knows(shelf):
+            return True
+        # A shelf whose first block is under way looks empty, but its number is not to be given to another.
+        number = self.table.shelf_id(shelf, busy=busy)
+        if number == NO_ROW:
+            return False
+        self.erase_freed()  # the shelf may get a row that was freed just now: not to be erased after it is written
+        if number not in self._shelf_rows:
+            [self._shelf_rows[number]] = self.table.take_rows([0], 0, 0)
+        try:
+            self._index.write([self._shelf_rows[number]], shelf_record(shelf, number))
+        except OSError as error:
+            faults.warn("disk.shelf_not_written", error=error.strerror)
+        return True
+
+    def _grow_data(self, extent: int) -> bool:
+        size, limit = self.space.extents.capacity_bytes, data_limit(self._bytes_max, self._index.allocated_bytes)
+        step = min(_GROW_BYTES_MAX, self._bytes_max // 64 // ALIGNMENT * ALIGNMENT)
+        target = min(limit, size + max(extent, step))
+        if target <= size or not self._try_to_grow(partial(self._data.grow, target)):
+            return False
+        self.space.extents.grow(target)
+        return True
+
+    def _try_to_grow(self, grow: Callable[[], None]) -> bool:
+        """Ask the device for more room; when it has none, work with what there is and ask again later."""
+        if time.monotonic() < self._grow_again_at_s:
+            return False
+        try:
+            grow()
+        except OSError as error:
+            self._grow_again_at_s = time.monotonic() + _GROW_AGAIN_S
+            faults.warn("disk.cannot_grow", error=error.strerror, next_try_s=_GROW_AGAIN_S)
+            return False
+        return True
