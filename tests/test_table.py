@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvtide.frame import NO_PARENT
 from kvtide.keys import Address, Key, Shelf
 from kvtide.policy.leaf_lru import LeafLru
-from kvtide.policy.policy import NO_ROW
+from kvtide.policy.policy import NO_ROW, Rows
 from kvtide.testing import blocks
 from kvtide.testing.tier_suite import ELSEWHERE, HERE
 from kvtide.tiers.table import BlockTable
@@ -241,6 +243,7 @@ def test_a_loaded_table_is_like_one_that_was_filled(table: BlockTable, hinted: f
         keys=keys,
         parent_rows=np.array(parent_rows),
         parents=[parent for parent, row in zip(parents, parent_rows, strict=True) if row == NO_ROW],
+        is_next=all_next,
         extents=(np.arange(300) * 4096, np.full(300, 4096), np.full(300, 4000)),
         clocks=np.arange(1, 301),
     )
@@ -263,7 +266,18 @@ def test_a_loaded_table_is_like_one_that_was_filled(table: BlockTable, hinted: f
     assert leave(loaded) == leave(table)
 
 
-def load(table: BlockTable, shelves: dict[int, Shelf], keys: list[Key], parents: list[Key]) -> None:
+def all_next(rows: Rows, parents: Rows) -> npt.NDArray[np.bool_]:
+    """Every block comes right after its parent."""
+    return np.ones(len(np.broadcast_arrays(rows, parents)[0]), np.bool_)
+
+
+def load(
+    table: BlockTable,
+    shelves: dict[int, Shelf],
+    keys: list[Key],
+    parents: list[Key],
+    is_next: Callable[[Rows, Rows], npt.NDArray[np.bool_]] | None = None,
+) -> None:
     """Blocks in the rows from 1 on, all on shelf 0."""
     count = len(keys)
     rows = np.arange(1, count + 1)
@@ -275,6 +289,7 @@ def load(table: BlockTable, shelves: dict[int, Shelf], keys: list[Key], parents:
         keys,
         np.full(count, NO_ROW),
         parents,
+        is_next or all_next,
         (rows * 4096, np.full(count, 4096), np.full(count, 4096)),
         rows,
     )
@@ -309,3 +324,10 @@ def test_a_table_can_be_loaded_with_nothing(table: BlockTable) -> None:
     load(table, {}, [], [])
     assert (table.blocks, table.rows) == (0, 0)
     enter(table, HERE, blocks.chain_keys("a", 1)[0])
+
+
+def test_a_circle_of_parents_that_a_medium_claims_is_not_loaded(table: BlockTable) -> None:
+    one, other = blocks.chain_keys("a", 2)
+    position = np.array([0, 5, 6])
+    load(table, {0: HERE}, [one, other], [other, one], lambda rows, parents: position[rows] == position[parents] + 1)
+    assert sorted(table.policy.evict(2 * 4096, table.held)) == [1, 2]

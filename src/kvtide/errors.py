@@ -14,6 +14,7 @@ KvtideError
 │   └── Misplaced          a sound frame, but of another key, part, namespace, tenant or scope
 ├── Rejected               asked for more than a bound allows
 │   └── TooLarge
+├── MediumFailed           a medium could not confirm what must not be left in doubt (clearing a tenant)
 ├── MissingExtra           an optional dependency is not installed
 └── Closed                 used after close()
 
@@ -81,6 +82,10 @@ class Rejected(KvtideError):
 
 class TooLarge(Rejected):
     kind = "too_large"
+
+
+class MediumFailed(KvtideError):
+    kind = "medium_failed"
 
 
 class MissingExtra(KvtideError):

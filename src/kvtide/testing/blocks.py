@@ -26,7 +26,8 @@ def chain_keys(name: object, count: int) -> list[Key]:
 def pattern(address: Address, payload_bytes: int) -> Memory:
     """The payload that belongs to an address: another address, or another place in it, has other bytes."""
     seed = int.from_bytes(sha256(address.shelf.pack() + address.key).digest()[:8], "little")
-    tile = np.random.Generator(np.random.PCG64(seed)).integers(0, 256, _PATTERN_BYTES, np.uint8)
+    size = min(payload_bytes, _PATTERN_BYTES)
+    tile = np.random.Generator(np.random.PCG64(seed)).integers(0, 256, size, np.uint8)
     tiles = -(-payload_bytes // _PATTERN_BYTES)
     # Each tile is the one before it, shifted: cheap, and a swapped or repeated tile is still found.
     return np.concatenate([tile + np.uint8(i * 7 % 256) for i in range(max(tiles, 1))])[:payload_bytes]

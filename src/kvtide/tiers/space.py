@@ -46,7 +46,8 @@ class Space:
         missing = count - len(offsets)
         if not missing or extent > self.extents.capacity_bytes:
             return offsets
-        if not self.evict(missing * extent):  # not that much can leave: as much as can
+        short_bytes = missing * extent - self.extents.free_bytes
+        if short_bytes > 0 and not self.evict(short_bytes):  # not that much can leave: as much as can
             while self.evict(extent):
                 pass
         offsets += self._take_free(extent, missing)

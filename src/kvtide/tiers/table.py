@@ -8,7 +8,7 @@ also tells the policy which block is whose parent, whatever order they arrive in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -172,13 +172,15 @@ class BlockTable:
         keys: list[Key],
         parent_rows: Rows,
         parents: list[Key],
+        is_next: Callable[[Rows, Rows], npt.NDArray[np.bool_]],
         extents: tuple[Rows, Rows, Rows],
         clocks: Rows,
     ) -> None:
         """Fill an empty table with blocks that a medium has kept, and take rows that it needs for itself.
 
         Everything is parallel to `rows`, which ascend, but for `parents`: the parents' keys where `parent_rows`
-        has NO_ROW, in order. `extents`: offset, extent and frame_bytes.
+        has NO_ROW, in order. `is_next(rows, parent_rows)` says which pairs may be linked. `extents`: offset, extent
+        and frame_bytes.
         """
         assert not self.key and not self._shelves
         self._load_shelves(shelves)
@@ -191,9 +193,11 @@ class BlockTable:
         self._load_keys(shelves, rows, shelf, keys, high)
         for i, parent in zip(np.flatnonzero(parent_rows == NO_ROW).tolist(), parents, strict=True):
             if parent != NO_PARENT:
-                parent_rows[i] = self._indexes[shelf[i]].get(parent, NO_ROW)
-                if parent_rows[i] == NO_ROW:
+                found = self._indexes[shelf[i]].get(parent, NO_ROW)
+                if found == NO_ROW:
                     self._orphan(int(rows[i]), int(shelf[i]), parent)
+                elif is_next(rows[i : i + 1], np.array([found])).all():
+                    parent_rows[i] = found
         self.policy.insert(rows, parent_rows, extents[1], clocks)
         is_free = np.ones(high, np.bool_)
         is_free[rows] = is_free[reserved_rows] = False
@@ -206,8 +210,11 @@ class BlockTable:
         by_row = np.full(high, None, np.object_)
         by_row[rows] = keys
         self.key = by_row.tolist()
-        for number in shelves:
-            its_rows = rows if len(shelves) == 1 else rows[shelf == number]
+        by_shelf = np.argsort(shelf, kind="stable")
+        numbers = np.array(sorted(shelves), np.int64)
+        bounds = np.searchsorted(shelf[by_shelf], [numbers, numbers + 1]).T.tolist()
+        for number, (first, end) in zip(numbers.tolist(), bounds, strict=True):
+            its_rows = rows[by_shelf[first:end]]
             self._indexes[number] = dict(zip(by_row[its_rows].tolist(), its_rows.tolist(), strict=True))
 
     def _load_shelves(self, shelves: dict[int, Shelf]) -> None:

@@ -106,7 +106,7 @@ class Tier(ABC):
         """Forget every block of this namespace and this tenant (None: of any). Returns how many.
 
         Kept apart from `delete` so that a medium can drop a tenant without naming each block of it.
-        After it returned no crash brings them back.
+        After it returned no crash brings them back; raises MediumFailed when that cannot be promised.
         """
 
     @abstractmethod

@@ -12,7 +12,8 @@
         72      8  frame bytes
         80      8  clock of the last use
         88      4  row of the parent, -1: unknown
-        92     20  zero
+        92      4  position in its chain
+        96     16  zero
        112      4  kind 1                        kind 2            (0: the row is free)
        116      4  number of its shelf           its own number
        120      8  checksum of bytes 0 to 119
@@ -53,7 +54,8 @@ BLOCK_RECORD = np.dtype(
         ("frame_bytes", "<i8"),
         ("clock", "<i8"),
         ("parent_row", "<i4"),
-        ("zero", "V20"),
+        ("position", "<u4"),
+        ("zero", "V16"),
         ("kind", "<u4"),
         ("shelf", "<u4"),
         ("check", "<u8"),

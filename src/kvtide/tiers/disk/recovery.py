@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -141,6 +142,7 @@ def _fill(
     extent = _extent(frame_bytes)
     parent_rows = _parent_rows(records, rows)
     parents = keys_of(records["parent"][rows[parent_rows == NO_ROW]])  # to be looked up: those without a sure row
+    is_next = partial(_is_next, records["position"])
     space.table.load(
         shelves=shelves,
         reserved_rows=sorted(shelf_rows.values()),
@@ -149,11 +151,19 @@ def _fill(
         keys=keys_of(records["key"][rows]),
         parent_rows=parent_rows,
         parents=parents,
+        is_next=is_next,
         extents=(offset, extent, frame_bytes),
         clocks=records["clock"][rows],
     )
     by_place = np.argsort(offset)
     space.extents.occupy(offset[by_place], extent[by_place])
+
+
+def _is_next(position: npt.NDArray[np.uint32], rows: RowNumbers, parents: npt.NDArray[np.int64]) -> Mask:
+    """Does each row come right after its parent? Where it does not, whatever the keys say, a link could close a
+    circle, and nobody in a circle ever leaves."""
+    is_next: Mask = position[rows].astype(np.int64) == position[parents].astype(np.int64) + 1
+    return is_next
 
 
 def _parent_rows(records: Records, rows: RowNumbers) -> npt.NDArray[np.int64]:
@@ -166,6 +176,7 @@ def _parent_rows(records: Records, rows: RowNumbers) -> npt.NDArray[np.int64]:
     parents = np.ascontiguousarray(records["parent"][rows]).view("<u8").reshape(len(rows), 4)
     holds = is_kept[hint] & (keys[hint] == parents).all(axis=1)
     holds &= records["shelf"][hint] == records["shelf"][rows]
+    holds &= _is_next(records["position"], rows, hint)
     return np.where(holds, hint, NO_ROW)
 
 

@@ -63,6 +63,7 @@ class Room:
         self._bytes_max = bytes_max
         self._grow_again_at_s = 0.0
         self._freed: list[int] = []  # rows whose records are yet to be erased
+        self._unwritten: set[Shelf] = set()  # shelves whose record could not be written yet
         self.table = BlockTable(policy)
         self.space = Space(self.table, on_free=self._freed.extend)
         self.space.extents.grow(data.size_bytes // ALIGNMENT * ALIGNMENT)
@@ -96,23 +97,31 @@ class Room:
         if self.table.shelf[row] != NO_ROW:
             self.table.hide([row])
 
-    def forget(self, rows: list[int]) -> None:
-        """Blocks are gone from here on, and from the index; a place is free when its last holder lets go."""
+    def forget(self, rows: list[int]) -> bool:
+        """Blocks are gone from here on, and from the index; a place is free when its last holder lets go.
+
+        False when their records could not be erased: after the next open they would be back.
+        """
         if not rows:
-            return
+            return True
         self.table.hide(rows)
         self._freed += rows
-        self.erase_freed()
+        is_erased = self.erase_freed()
         self.space.free([row for row, held in zip(rows, self.table.held[rows].tolist(), strict=True) if not held])
         self._freed.clear()  # erased above
+        return is_erased
 
-    def erase_freed(self) -> None:
-        """Erase the records of rows whose place is free again. Should it fail, reads still find out."""
+    def erase_freed(self) -> bool:
+        """Erase the records of rows whose place is free again. Should it fail, reads of a place that was used
+        again still find out."""
         try:
             self._index.erase(self._freed)
         except OSError as error:
             faults.warn("disk.not_erased", records=len(self._freed), error=error.strerror)
-        self._freed.clear()
+            return False
+        finally:
+            self._freed.clear()
+        return True
 
     def _has_row(self) -> bool:
         """Is there, or can there be, a record for one more row?"""
@@ -125,7 +134,7 @@ class Room:
 
     def _has_shelf(self, shelf: Shelf, busy: Collection[Shelf]) -> bool:
         """Give a new shelf its record, before any block on it has one."""
-        if self.table.knows(shelf):
+        if self.table.knows(shelf) and shelf not in self._unwritten:
             return True
         # A shelf whose first block is under way looks empty, but its number is not to be given to another.
         number = self.table.shelf_id(shelf, busy=busy)
@@ -138,6 +147,9 @@ class Room:
             self._index.write([self._shelf_rows[number]], shelf_record(shelf, number))
         except OSError as error:
             faults.warn("disk.shelf_not_written", error=error.strerror)
+            self._unwritten.add(shelf)  # without its record, its blocks would be lost at the next open
+            return False
+        self._unwritten.discard(shelf)
         return True
 
     def _grow_data(self, extent: int) -> bool:

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.deadline import NEVER, Deadline
-from kvtide.errors import Closed, ConfigError, Damaged, Truncated
+from kvtide.errors import Closed, ConfigError, Damaged, MediumFailed, Truncated
 from kvtide.frame import NO_PARENT, Frame, Header, Memory, verify
 from kvtide.keys import Address, Digest, Key, Shelf
 from kvtide.observe.fault_log import FaultLog
@@ -47,6 +47,7 @@ from kvtide.tiers.tier import Outcome, Tier, TierStats, Traits, is_cleared
 faults = FaultLog(logging.getLogger(__name__))
 
 _SYNC_S = 5.0
+_CLEAR_S = 30.0  # how long a clear waits for writes under way
 
 OpenFile = Callable[..., RawFile]
 
@@ -172,7 +173,11 @@ class DiskTier(Tier):
         # The pool only moves bytes; this thread verifies what has arrived while the rest is under way.
         for run, error, whole in self._each_done(self._read_run, runs(pieces), deadline):
             for i, piece in enumerate(run):
-                outcomes[piece.at] = self._verified(piece, addresses[piece.at], error, is_whole=i < whole)
+                if error is not None and len(run) > 1:  # one bad sector must not cost its neighbours
+                    piece_error, is_whole = self._read_alone(piece, deadline)
+                else:
+                    piece_error, is_whole = error, i < whole
+                outcomes[piece.at] = self._verified(piece, addresses[piece.at], piece_error, is_whole=is_whole)
         with self._lock:
             for outcome in outcomes:
                 self._stats.count("read", outcome)
@@ -198,6 +203,12 @@ class DiskTier(Tier):
         if deadline.has_passed:
             raise TimeoutError
         return self._data.read(run)
+
+    def _read_alone(self, piece: Piece, deadline: Deadline) -> tuple[OSError | None, bool]:
+        try:
+            return None, self._read_run([piece], deadline) == 1
+        except OSError as error:
+            return error, False
 
     def _verified(self, piece: Piece, address: Address, error: OSError | None, *, is_whole: bool) -> Outcome:
         outcome = _outcome_of(error)
@@ -296,6 +307,7 @@ class DiskTier(Tier):
             records["frame_bytes"] = self.table.frame_bytes[rows]
             records["shelf"] = [self.table.shelf_id(header.shelf) for header in headers]
             records["parent_row"] = [self._row_of_parent(header) for header in headers]
+            records["position"] = [header.position for header in headers]
             self._clock += 1
             records["clock"] = self._clock
         try:
@@ -342,15 +354,29 @@ class DiskTier(Tier):
         with self._call():
             with self._lock:
                 rows = self.table.of(namespace, tenant)
-                self._room.forget(rows)
+                is_erased = self._room.forget(rows)
                 # A write that is under way will not become visible; but it may be about to say so in the index, so
                 # its end is waited for before the index is synced.
                 writing = [address for address in self._pending if is_cleared(address.shelf, namespace, tenant)]
                 for address in writing:
                     self._pending[address] = NO_ROW
-                self._settled.wait_for(lambda: not any(self._pending.get(each) == NO_ROW for each in writing))
-            self._index.sync()
+                is_settled = self._settled.wait_for(
+                    lambda: not any(self._pending.get(each) == NO_ROW for each in writing), timeout=_CLEAR_S
+                )
+            self._confirm_clear(is_erased and is_settled)
             return len(rows)
+
+    def _confirm_clear(self, is_done: bool) -> None:
+        try:
+            self._index.sync()
+        except OSError:
+            is_done = False
+        if not is_done:
+            raise MediumFailed(
+                f"{self._path / INDEX} could not be written: the blocks are out of reach now, but may be back after a "
+                "restart; mend the device and clear again, or delete the folder",
+                folder=str(self._path),
+            )
 
     def stats(self) -> TierStats:
         with self._lock:
