@@ -97,6 +97,7 @@ class LeafLru:
         clock_of, bytes_of, children_of, parent_of, held_of = (
             column.item for column in (self._clock, self._bytes, self._children, self._parent, held)
         )
+        clock_column, children_column = self._clock, self._children
         while found_bytes < need_bytes:
             if freed is None and not self._candidates:
                 if has_seen_all:
@@ -111,11 +112,11 @@ class LeafLru:
             victims.append(row)
             clocks.append(clock)
             found_bytes += bytes_of(row)
-            self._clock[row] = _ABSENT
+            clock_column[row] = _ABSENT
             if (parent := parent_of(row)) != NO_ROW:
-                self._children[parent] -= 1
-                if not children_of(parent) and clock_of(parent) <= self._scanned_to:
-                    freed = (clock_of(parent), parent)
+                left = children_column[parent] = children_of(parent) - 1
+                if not left and (clock := clock_of(parent)) <= self._scanned_to:
+                    freed = (clock, parent)
         if found_bytes < need_bytes:
             self._put_back(victims, clocks)
             return []

@@ -27,13 +27,13 @@ import numpy.typing as npt
 from kvtide.config import LeaseSettings, SpillWhen
 from kvtide.deadline import Clock, Deadline
 from kvtide.errors import ConfigError
-from kvtide.frame import HEADER_BYTES, NO_PARENT, Header
+from kvtide.frame import HEADER_BYTES, NO_PARENT
 from kvtide.keys import Digest, Key, Shelf
 from kvtide.layout import Layout
-from kvtide.memory.arena import PAGE_BYTES, round_up
+from kvtide.memory.arena import PAGE_BYTES
 from kvtide.memory.leases import Lease, Ledger, Use
-from kvtide.policy.policy import NO_ROW
 from kvtide.store.fetches import Fetch, Fetches, Wanted
+from kvtide.store.saves import Saves
 from kvtide.store.spill import Spiller, SpillStats
 from kvtide.store.tickets import Fetched, Match, Plan, Reservation, Ticket
 from kvtide.tiers.dram import DramTier
@@ -92,13 +92,13 @@ class Store:
         self._ledger = Ledger(int(self._settings.quarantine_share * dram.bytes_max))
         self._request_bytes_max = int(self._settings.request_share * dram.bytes_max)
         self._pinned_bytes = 0
-        self._reserved: dict[Shelf, dict[Key, int]] = {}  # being filled, and in which row
         self._completed: deque[Ticket[Any]] = deque(maxlen=_COMPLETED_MAX)
-        self._matched = self._asked = self._published = self._rejected = self._stale = 0
+        self._matched = self._asked = self._rejected = 0
         self._spillers = [
             Spiller(dram, each.tier, each.spill_when, each.spill_queue_bytes_max or dram.bytes_max // 4)
             for each in lower
         ]
+        self._saves = Saves(dram, self._published)
         self._fetches = Fetches(dram, [each.tier for each in lower], self._landed)
         dram.on_evict = self._evicted
         dram.on_free = self._freed
@@ -249,50 +249,15 @@ class Store:
 
         Answered at once: a full arena is REJECTED, never waited for. What is given must be published or aborted.
         """
-        frame_bytes = HEADER_BYTES + layout.payload_bytes
         with self._lock:
             self._tidy()
-            outcomes = self._presence(shelf, keys)
-            wanted = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
-            count = min(len(wanted), self._request_bytes_max // round_up(frame_bytes))
-            may_take = count and not self._is_closed and self._ledger.may_take(holder)
-            taken = self.dram.take(frame_bytes, count) if may_take else []
-            rows = [NO_ROW] * len(keys)
-            reserved = self._reserved.setdefault(shelf, {}) if taken else {}
-            for i, row in zip(wanted, taken, strict=False):
-                before = keys[i - 1] if i else parent
-                self.dram.header[row] = Header(
-                    shelf, keys[i], before, position + i, layout.block_tokens, layout.shape, layout.payload_bytes
-                )
-                rows[i] = reserved[keys[i]] = row
-            for i in wanted[len(taken) :]:
-                outcomes[i] = Outcome.REJECTED
-            self._rejected += len(wanted) - len(taken)
-            return Ticket.done(self._reservation(shelf, keys, outcomes, rows, taken, holder))
-
-    def _presence(self, shelf: Shelf, keys: Sequence[Key]) -> list[Outcome]:
-        """HIT where a block is in DRAM, PENDING where somebody fills it, MISS otherwise."""
-        is_here = (self.dram.table.find(shelf, keys) != NO_ROW).tolist()
-        reserved = self._reserved.get(shelf, {})
-        return [
-            Outcome.HIT if here else Outcome.PENDING if key in reserved else Outcome.MISS
-            for here, key in zip(is_here, keys, strict=True)
-        ]
-
-    def _reservation(
-        self, shelf: Shelf, keys: Sequence[Key], outcomes: list[Outcome], rows: list[int], taken: list[int], holder: int
-    ) -> Reservation:
-        reservation = Reservation(shelf, keys, outcomes, [None] * len(keys), rows)
-        if taken:
-            payloads = iter(self.dram.payloads(taken))
-            reservation.payloads = [None if row == NO_ROW else next(payloads) for row in rows]
-            size = int(self.dram.table.extent[taken].sum())
-            lease = Lease(Use.WRITE, holder, np.array(taken, np.int64), size, self._clock() + self._settings.lease_s)
-            lease.shelf, lease.keys = shelf, [key for key, row in zip(keys, rows, strict=True) if row != NO_ROW]
-            lease.generations = self.dram.generation[taken]
-            self._ledger.add(lease)
-            reservation.lease = lease
-        return reservation
+            may_take = not self._is_closed and self._ledger.may_take(holder)
+            bytes_max = self._request_bytes_max if may_take else 0
+            reservation = self._saves.reserve(shelf, keys, layout, position, parent, bytes_max)
+            lease = self._saves.lease(reservation, holder, self._clock() + self._settings.lease_s)
+            if lease is not None:
+                self._ledger.add(lease)
+            return Ticket.done(reservation)
 
     def publish(self, reservation: Reservation, which: Sequence[int] | None = None) -> list[Outcome]:
         """Make filled slots visible: all, or those of the keys at `which`; the rest is aborted.
@@ -300,36 +265,12 @@ class Store:
         An outcome for each key as in the reservation: HIT, it is there; REJECTED, it came too late.
         """
         with self._lock:
-            outcomes = list(reservation.outcomes)
             lease = reservation.lease
             if lease is None:
-                return outcomes
-            chosen = range(len(reservation.rows)) if which is None else which
-            given = [i for i in chosen if reservation.rows[i] != NO_ROW]
-            is_late = lease.is_over or lease.is_quarantined
-            # What was cleared since it was reserved is not in `reserved` any more.
-            reserved = {} if is_late else self._reserved.get(reservation.shelf, {})
-            fresh = []
-            for i in given:
-                is_fresh = reserved.get(reservation.keys[i]) == reservation.rows[i]
-                outcomes[i] = Outcome.HIT if is_fresh else Outcome.REJECTED
-                if is_fresh:
-                    fresh.append(i)
-            self._stale += len(given) - len(fresh)
-            if fresh:
-                self._publish(reservation, fresh, lease)
+                return list(reservation.outcomes)
+            outcomes = self._saves.publish(reservation, lease, which)
             self._abort(lease)
             return outcomes
-
-    def _publish(self, reservation: Reservation, places: list[int], lease: Lease) -> None:
-        assert (self.dram.generation[lease.rows] == lease.generations).all(), "a slot changed hands under a lease"
-        rows = [reservation.rows[i] for i in places]
-        headers = [header for row in rows if (header := self.dram.header[row]) is not None]
-        keys, parents = [header.key for header in headers], [header.parent for header in headers]
-        published = self.dram.publish(reservation.shelf, rows, keys, parents)
-        self._published += len(published)
-        for spiller in self._spillers:
-            spiller.published(published)
 
     def abort(self, reservation: Reservation) -> None:
         """Give the slots back unfilled. Also the way to return a reservation that came too late. Twice is once."""
@@ -339,17 +280,8 @@ class Store:
 
     def _abort(self, lease: Lease) -> None:
         if not lease.is_over:
-            self._unreserve(lease)
+            self._saves.unreserve(lease)
             self._end(lease)
-
-    def _unreserve(self, lease: Lease) -> None:
-        if lease.shelf is None or (reserved := self._reserved.get(lease.shelf)) is None:
-            return
-        for key, row in zip(lease.keys, lease.rows.tolist(), strict=True):
-            if reserved.get(key) == row:
-                del reserved[key]
-        if not reserved:
-            del self._reserved[lease.shelf]
 
     # Waiting, and being tidy -------------------------------------------------------------------------------
 
@@ -383,7 +315,7 @@ class Store:
             if lease.use is Use.PIN:
                 self._end(lease)
             elif lease.use is Use.WRITE:
-                self._unreserve(lease)  # another writer may have the address; the slots stay out of use
+                self._saves.unreserve(lease)  # another writer may have the address; the slots stay out of use
 
     def _end(self, lease: Lease) -> None:
         self._ledger.remove(lease)
@@ -395,6 +327,10 @@ class Store:
         ticket.complete(result)
         self._completed.append(ticket)
         self._changed.notify_all()
+
+    def _published(self, rows: list[int]) -> None:
+        for spiller in self._spillers:
+            spiller.published(rows)
 
     def _landed(self, row: int, number: int) -> None:
         self._spillers[number].landed(row)
@@ -417,7 +353,7 @@ class Store:
         """
         is_meant = partial(is_cleared, namespace=namespace, tenant=tenant)
         with self._lock:
-            self._reserved = {shelf: rows for shelf, rows in self._reserved.items() if not is_meant(shelf)}
+            self._saves.clear(is_meant)
             self._fetches.begin_clear(is_meant)
             for spiller in self._spillers:
                 spiller.clear(is_meant)
@@ -443,9 +379,9 @@ class Store:
             return StoreStats(
                 matched_blocks=self._matched,
                 asked_blocks=self._asked,
-                published_blocks=self._published,
-                rejected_blocks=self._rejected,
-                stale_publishes=self._stale,
+                published_blocks=self._saves.published,
+                rejected_blocks=self._rejected + self._saves.rejected,
+                stale_publishes=self._saves.stale,
                 shared_flights=self._fetches.joined,
                 leases=len(self._ledger),
                 quarantined_bytes=self._ledger.quarantined_bytes,

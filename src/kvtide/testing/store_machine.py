@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.config import LeaseSettings
+from kvtide.errors import MediumFailed
 from kvtide.frame import HEADER_BYTES, NO_PARENT, Memory
 from kvtide.keys import Address, Key, Part, Shelf
 from kvtide.layout import Layout
@@ -117,9 +118,9 @@ LINES = [
     Line(name, layout, tenant, (*chain_keys("trunk", _TRUNK), *chain_keys(branch, CHAIN_BLOCKS - _TRUNK)))
     for name, layout in _MODELS.items()
     for tenant in _TENANTS
-    for branch in range(3)
+    for branch in range(2)
 ]
-HOLDERS = [1, 2, 3]
+HOLDERS = [1, 2]
 ARENA_BYTES = 512 << 10
 LEASES = LeaseSettings(lease_s=30.0, fetch_s=10.0)
 
@@ -128,7 +129,7 @@ Damage = Callable[[Path, random.Random], None]
 
 lines = st.sampled_from(LINES)
 parts = st.integers(0, 1)
-counts = st.integers(1, CHAIN_BLOCKS)
+counts = st.integers(1, CHAIN_BLOCKS) | st.just(CHAIN_BLOCKS)
 holders = st.sampled_from(HOLDERS)
 picks = st.integers(0, 1 << 16)  # of a list whose length is not known when it is drawn
 
@@ -143,6 +144,7 @@ class Read:
     holder: int
     ticket: Ticket[Fetched]
     is_cleared: bool = False  # its blocks were cleared after it had begun: what it held by then it keeps
+    is_gone: bool = False  # others do not find its blocks in DRAM any more
 
     @property
     def fetched(self) -> Fetched:
@@ -199,7 +201,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = self.root / "0"
         self.clock = VirtualClock()
         self.is_calm = True
-        self.has_failed = False  # the device did, some time
         self.is_damaged = False
         self.possible: set[Address] = set()  # published, and not cleared since
         self.uncleared: set[Address] = set()  # cleared on a device that fails: may be back after a restart
@@ -377,6 +378,14 @@ class StoreMachine(RuleBasedStateMachine):
         if pin.lease is not None:
             self.pins.append(pin)
 
+    @rule(line=lines, part=parts, first=st.integers(0, CHAIN_BLOCKS - 1))
+    def leave_dram(self, line: Line, part: int, first: int) -> None:
+        """The end of a chain leaves DRAM, as if others had needed the room; what has gone down is found there."""
+        gone = [Address(line.shelves[part], key) for key in line.keys[first:]]
+        self.store.dram.delete(gone)
+        for pin in self.pins:
+            pin.is_gone |= not set(gone).isdisjoint(pin.addresses)
+
     @rule(pick=picks)
     def unpin(self, pick: int) -> None:
         if self.pins:
@@ -433,17 +442,19 @@ class StoreMachine(RuleBasedStateMachine):
         example = make_shelf(tenant or "", namespace=namespace or "")
         in_namespace = None if namespace is None else example.namespace
         of_tenant = None if tenant is None else example.tenant
+        is_meant = partial(is_cleared, namespace=in_namespace, tenant=of_tenant)
+        gone = {address for address in self.possible | self.uncleared if is_meant(address.shelf)}
+        self.possible -= gone
+        self.uncleared -= gone
         try:
             self.store.clear(namespace=in_namespace, tenant=of_tenant)
-        except OSError:  # it could not be made to last: they may be back after a restart, but not before
-            assert self.device is not None and self.device.failing
-        is_meant = partial(is_cleared, namespace=in_namespace, tenant=of_tenant)
-        gone = {address for address in self.possible if is_meant(address.shelf)}
-        self.possible -= gone
-        if self.has_failed:
+        except MediumFailed:  # they may be back after a restart, but not before
+            assert self.device is not None
+            assert self.device.failing
             self.uncleared |= gone
         for read in (*self.flights, *self.reads, *self.pins):
             read.is_cleared |= is_meant(read.shelf)
+            read.is_gone |= read.is_cleared
         for write in self.writes:
             write.is_cleared |= is_meant(write.reservation.shelf)
 
@@ -526,7 +537,6 @@ class StoreMachine(RuleBasedStateMachine):
     def device_fails(self, op: str, code: int) -> None:
         assert self.device is not None
         self.device.failing = {op: code}
-        self.has_failed = True
 
     @precondition(lambda self: not self.is_calm)
     @rule()
@@ -568,7 +578,7 @@ class StoreMachine(RuleBasedStateMachine):
     def pinned_blocks_stay(self) -> None:
         for pin in self.pins:
             found = self.store.dram.lookup(pin.shelf, [address.key for address in pin.addresses])
-            assert pin.is_cleared or found.all()
+            assert pin.is_gone or found.all()
 
     @invariant()
     def the_books_balance(self) -> None:

@@ -134,7 +134,8 @@ class DramTier(Tier):
     def payloads(self, rows: list[int]) -> list[Memory]:
         """The payloads of many rows: what an engine copies to and from."""
         memory = self.arena.memory
-        starts, sizes = self.table.offset[rows].tolist(), self.table.frame_bytes[rows].tolist()
+        at = np.array(rows, np.int64)
+        starts, sizes = self.table.offset[at].tolist(), self.table.frame_bytes[at].tolist()
         return [memory[at + HEADER_BYTES : at + size] for at, size in zip(starts, sizes, strict=True)]
 
     def reclaim(self, free_bytes: int) -> list[int]:

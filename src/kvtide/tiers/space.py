@@ -68,11 +68,10 @@ class Space:
 
     def free(self, rows: list[int]) -> None:
         """The places of invisible rows that nobody holds are free."""
-        by_extent: dict[int, list[int]] = {}
-        for offset, extent in zip(self.table.offset[rows].tolist(), self.table.extent[rows].tolist(), strict=True):
-            by_extent.setdefault(extent, []).append(offset)
-        for extent, offsets in by_extent.items():
-            self.extents.give(offsets, extent)
+        at = np.array(rows, np.int64)
+        offsets, extents = self.table.offset[at], self.table.extent[at]
+        for extent in set(extents.tolist()):  # mostly one
+            self.extents.give(offsets[extents == extent].tolist(), extent)
         self.table.free_rows(rows)
         self._on_free(rows)
 

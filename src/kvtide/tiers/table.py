@@ -109,7 +109,8 @@ class BlockTable:
                 self.key.append(None)
         while len(self.key) > len(self.held):
             self._grow()
-        self.offset[rows], self.extent[rows], self.frame_bytes[rows], self.held[rows] = offsets, extent, frame_bytes, 1
+        at = np.array(rows, np.int64)
+        self.offset[at], self.extent[at], self.frame_bytes[at], self.held[at] = offsets, extent, frame_bytes, 1
         return rows
 
     def insert(self, shelf: Shelf, rows: list[int], keys: Sequence[Key], parents: Sequence[Key]) -> bool:
@@ -127,9 +128,10 @@ class BlockTable:
             index[key] = row
             self.key[row] = key
             parent_rows.append(index.get(parent, NO_ROW) if parent != key else NO_ROW)
-        self.shelf[rows] = number
+        at = np.array(rows, np.int64)
+        self.shelf[at] = number
         self.blocks += len(rows)
-        self.policy.insert(np.array(rows, np.int64), np.array(parent_rows, np.int64), self.extent[rows])
+        self.policy.insert(at, np.array(parent_rows, np.int64), self.extent[at])
         for row, parent, parent_row in zip(rows, parents, parent_rows, strict=True):
             if parent_row == NO_ROW and parent != NO_PARENT:
                 self._orphan(row, number, parent)
@@ -158,9 +160,10 @@ class BlockTable:
 
     def free_rows(self, rows: list[int]) -> None:
         """Give taken, invisible rows back."""
-        assert (self.shelf[rows] == NO_ROW).all()
-        self.held[rows] = 0
-        self.extent[rows] = 0
+        at = np.array(rows, np.int64)
+        assert (self.shelf[at] == NO_ROW).all()
+        self.held[at] = 0
+        self.extent[at] = 0
         self._free_rows += rows
 
     def load(

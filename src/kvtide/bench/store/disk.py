@@ -132,7 +132,7 @@ def _fetch(setting: Setting) -> Iterator[Trial]:
     arena, slots = _slots()
     raw = _Raw(setting.folder, slots)
     targets = engine_pages()
-    names = [fresh_keys(i) for i in range(3)]
+    names = [fresh_keys(i) for i in range(4)]
     turns = count()
     with open_store(_settings(setting)) as store:
         store.dram.arena.wait_touched()
@@ -141,7 +141,7 @@ def _fetch(setting: Setting) -> Iterator[Trial]:
             assert store.drain()
 
         def subject() -> None:
-            load(store, names[next(turns) % 3], targets)
+            load(store, names[next(turns) % 4], targets)
 
         yield Trial(subject, raw.read, work=_WORK, note="match, fetch, copy, release; baseline: bare reads")
         assert np.all(targets[0] == 7)
@@ -150,10 +150,10 @@ def _fetch(setting: Setting) -> Iterator[Trial]:
 
 
 def _settings(setting: Setting) -> Settings:
-    # DRAM for two rounds and a bit: of three that are used in turn, each has left it before it is wanted again.
+    # DRAM for two rounds and a bit: of four that are used in turn, each has left it before it is wanted again.
     dram = DramSettings(bytes_max=_WORK * 9 // 4)
     folder = str(setting.folder / "store")
-    disk = DiskSettings(folder=folder, bytes_max=4 * _WORK, spill_queue_bytes_max=dram.bytes_max // 2)
+    disk = DiskSettings(folder=folder, bytes_max=5 * _WORK, spill_queue_bytes_max=dram.bytes_max // 2)
     return Settings(dram=dram, disk=disk)
 
 
