@@ -128,10 +128,32 @@ MakeLower = Callable[[Path], Sequence[Lower]]
 Damage = Callable[[Path, random.Random], None]
 
 lines = st.sampled_from(LINES)
-parts = st.integers(0, 1)
-counts = st.integers(1, CHAIN_BLOCKS) | st.just(CHAIN_BLOCKS)
-holders = st.sampled_from(HOLDERS)
 picks = st.integers(0, 1 << 16)  # of a list whose length is not known when it is drawn
+counts = st.just(CHAIN_BLOCKS) | st.integers(1, CHAIN_BLOCKS)
+holders = st.sampled_from(HOLDERS)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A fetch to be: of which line and parts, how much of it, for whom, and what becomes of it."""
+
+    pick: int
+    which: tuple[int, ...]
+    count: int
+    page: int
+    holder: int
+    end: str
+
+
+orders = st.builds(
+    Order,
+    pick=picks,
+    which=st.sampled_from([(0,), (1,), (0, 1), (1, 0)]),
+    count=counts,
+    page=st.just(0) | st.integers(0, 10),
+    holder=holders,
+    end=st.sampled_from(["release", "keep", "wait later", "too late"]),
+)
 
 
 @dataclass
@@ -208,14 +230,22 @@ class StoreMachine(RuleBasedStateMachine):
         self.reads: list[Read] = []  # leased
         self.pins: list[Read] = []
         self.writes: list[Write] = []
-        self.plans: list[tuple[Line, Shelf, Plan]] = []
+        self.saved: list[Line] = []  # lately
+        self.plans: list[tuple[Line, Shelf, Plan]] = []  # lately
         self.gates = ExitStack()
+        self.tiers: list[FaultyTier] = []
         self.open_store()
 
-    @initialize(is_calm=st.booleans())
-    def choose_the_weather(self, is_calm: bool) -> None:
+    @initialize(is_calm=st.booleans(), known=st.lists(lines, min_size=1, max_size=4))
+    def begin(self, is_calm: bool, known: list[Line]) -> None:
         """In calm examples nothing fails, so that more can be demanded of them."""
         self.is_calm = is_calm
+        for line in known:
+            self.save(line, 0, CHAIN_BLOCKS, HOLDERS[0], "publish")
+
+    def recent(self, pick: int) -> Line:
+        """One of those that were saved lately: what is read should often be there."""
+        return self.saved[pick % len(self.saved)]
 
     def open_store(self) -> None:
         self.heal()
@@ -227,18 +257,25 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Writing -----------------------------------------------------------------------------------------------
 
-    @rule(line=lines, part=parts, first=st.integers(0, 5), count=counts, holder=holders, end=st.sampled_from("pppsak"))
-    def save(self, line: Line, part: int, first: int, count: int, holder: int, end: str) -> None:
-        """Reserve slots and fill them; publish all or some, abort, or leave that to a later step."""
-        shelf, keys = line.shelves[part], line.keys[first : first + count]
-        parent = line.keys[first - 1] if first else NO_PARENT
-        ticket = self.store.reserve(shelf, keys, line.layout, position=first, parent=parent, holder=holder)
-        write = Write(line, ticket.result, holder, self.clock() + LEASES.lease_s)
-        self.check_reservation(write)
-        fill(write.reservation, line.layout.payload_bytes)
-        self.writes.append(write)
-        if end != "k":
-            self.end_write(-1, end)
+    @rule(
+        line=lines,
+        first=st.just(0) | st.integers(0, 5),
+        count=counts,
+        holder=holders,
+        end=st.sampled_from(["publish", "publish", "publish some", "abort", "keep"]),
+    )
+    def save(self, line: Line, first: int, count: int, holder: int, end: str) -> None:
+        """Reserve slots for both parts and fill them; what becomes of them may be left to a later step."""
+        self.saved = [line, *(each for each in self.saved if each is not line)][:4]
+        keys, parent = line.keys[first : first + count], line.keys[first - 1] if first else NO_PARENT
+        for shelf in line.shelves:
+            ticket = self.store.reserve(shelf, keys, line.layout, position=first, parent=parent, holder=holder)
+            write = Write(line, ticket.result, holder, self.clock() + LEASES.lease_s)
+            self.check_reservation(write)
+            fill(write.reservation, line.layout.payload_bytes)
+            self.writes.append(write)
+            if end != "keep":
+                self.end_write(-1, end)
 
     def check_reservation(self, write: Write) -> None:
         reservation = write.reservation
@@ -254,19 +291,18 @@ class StoreMachine(RuleBasedStateMachine):
     def is_late(self, write: Write) -> bool:
         return write.is_cleared or write.expires_at_s <= self.clock()
 
-    @rule(pick=picks, end=st.sampled_from("psa"))
+    @rule(pick=picks, end=st.sampled_from(["publish", "publish some", "abort"]))
     def end_write(self, pick: int, end: str) -> None:
-        """Publish all, publish some, or abort what has been reserved."""
         if not self.writes:
             return
         write = self.writes.pop(pick % len(self.writes))
         reservation = write.reservation
-        if end == "a":
+        if end == "abort":
             self.store.abort(reservation)
             self.store.abort(reservation)
             return
-        chosen = [i for i in range(len(reservation.keys)) if end == "p" or i % 3 != pick % 3]
-        outcomes = self.store.publish(reservation, None if end == "p" else chosen)
+        chosen = [i for i in range(len(reservation.keys)) if end == "publish" or i % 3 != pick % 3]
+        outcomes = self.store.publish(reservation, None if end == "publish" else chosen)
         for i, (key, slot) in enumerate(zip(reservation.keys, reservation.payloads, strict=True)):
             if slot is None or i not in chosen:
                 assert outcomes[i] is reservation.outcomes[i]
@@ -276,10 +312,6 @@ class StoreMachine(RuleBasedStateMachine):
                     self.possible.add(Address(reservation.shelf, key))
 
     # Reading -----------------------------------------------------------------------------------------------
-
-    @rule(line=lines, which=st.sampled_from([[0], [1], [0, 1], [1, 0]]), count=counts)
-    def match(self, line: Line, which: Sequence[int], count: int) -> None:
-        self.matched(line, [line.shelves[i] for i in which], count)
 
     def matched(self, line: Line, shelves: Sequence[Shelf], count: int) -> Match:
         keys = line.keys[:count]
@@ -309,37 +341,40 @@ class StoreMachine(RuleBasedStateMachine):
         self.plans = [*self.plans[-7:], (line, shelves[0], plan)]
         return plan
 
-    @rule(line=lines, part=parts, count=counts, page=st.integers(0, 10), holder=holders, end=st.sampled_from("rkw"))
-    def fetch(self, line: Line, part: int, count: int, page: int, holder: int, end: str) -> None:
-        """Fetch; release at once, keep the lease, or wait in a later step."""
-        plan = self.plan(line, [line.shelves[part]], count, page)
-        self.flights.append(Read(line, line.shelves[part], plan, holder, self.store.fetch(plan, holder=holder)))
-        if end != "w":
-            self.await_flight(-1, end == "k")
+    @rule(orders=st.lists(orders, min_size=1, max_size=4))
+    def fetch(self, orders: list[Order]) -> None:
+        for order in orders:
+            self.fetch_one(order)
 
-    @rule(line=lines, count=counts, holder=holders)
-    def fetch_both_parts(self, line: Line, count: int, holder: int) -> None:
-        plan = self.plan(line, line.shelves, count)
-        for shelf in line.shelves:
-            self.flights.append(Read(line, shelf, plan, holder, self.store.fetch(plan, shelf, holder=holder)))
-        self.await_flight(-1, True)
-        self.await_flight(-1, True)
+    def fetch_one(self, order: Order) -> None:
+        line = self.recent(order.pick)
+        shelves = [line.shelves[i] for i in order.which]
+        plan = self.plan(line, shelves, order.count, order.page)
+        for shelf in shelves:
+            deadline_s = 0.0 if order.end == "too late" else None
+            ticket = self.store.fetch(plan, shelf, deadline_s=deadline_s, holder=order.holder)
+            self.flights.append(Read(line, shelf, plan, order.holder, ticket))
+            if order.end == "too late":
+                self.store.poll()
+                assert ticket.is_done, "the deadline has passed, and the fetch goes on"
+            if order.end != "wait later":
+                self.await_flight(-1, order.end == "keep")
 
-    @rule(pick=picks, holder=holders)
-    def fetch_by_an_old_plan(self, pick: int, holder: int) -> None:
+    @rule(order=orders, when=st.sampled_from(["before", "after"]))
+    def fetch_slowly(self, order: Order, when: When) -> None:
+        """Blocks are below only, and stay on their way up until somebody waits: what comes next comes in between."""
+        self.drain()
+        self.leave_dram(order.pick, 0)
+        for tier in self.tiers:
+            self.gates.enter_context(tier.gate("read", when))
+        self.fetch_one(replace(order, count=CHAIN_BLOCKS, page=0, end="wait later"))
+
+    @rule(pick=picks, holder=holders, keep=st.booleans())
+    def fetch_by_an_old_plan(self, pick: int, holder: int, keep: bool) -> None:
         if self.plans:
             line, shelf, plan = self.plans[pick % len(self.plans)]
             self.flights.append(Read(line, shelf, plan, holder, self.store.fetch(plan, shelf, holder=holder)))
-            self.await_flight(-1, False)
-
-    @rule(line=lines, part=parts, count=counts, holder=holders)
-    def fetch_too_late(self, line: Line, part: int, count: int, holder: int) -> None:
-        plan = self.plan(line, [line.shelves[part]], count)
-        ticket = self.store.fetch(plan, deadline_s=0.0, holder=holder)
-        self.store.poll()
-        assert ticket.is_done, "the deadline has passed, and the fetch goes on"
-        self.flights.append(Read(line, line.shelves[part], plan, holder, ticket))
-        self.await_flight(-1, False)
+            self.await_flight(-1, keep)
 
     @rule(pick=picks, keep=st.booleans())
     def await_flight(self, pick: int, keep: bool) -> None:
@@ -360,36 +395,36 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(pick=picks)
     def release(self, pick: int) -> None:
-        if self.reads:
-            fetched = self.reads.pop(pick % len(self.reads)).fetched
-            self.store.release(fetched)
-            self.store.release(fetched)
+        held = [*self.reads, *self.pins]
+        if held:
+            read = held[pick % len(held)]
+            (self.reads if read in self.reads else self.pins).remove(read)
+            self.store.release(read.fetched)
+            self.store.release(read.fetched)
 
-    @rule(line=lines, part=parts, count=counts)
-    def prefetch(self, line: Line, part: int, count: int) -> None:
+    @rule(pick=picks, part=st.integers(0, 1), count=counts)
+    def prefetch(self, pick: int, part: int, count: int) -> None:
+        line = self.recent(pick)
         plan = self.plan(line, [line.shelves[part]], count)
         assert 0 <= self.store.prefetch(plan) <= plan.end_block - plan.first_block
 
-    @rule(line=lines, part=parts, count=counts, ttl_s=st.sampled_from([5.0, 100.0]), holder=holders)
-    def pin(self, line: Line, part: int, count: int, ttl_s: float, holder: int) -> None:
+    @rule(pick=picks, part=st.integers(0, 1), count=counts, ttl_s=st.sampled_from([5.0, 100.0]), holder=holders)
+    def pin(self, pick: int, part: int, count: int, ttl_s: float, holder: int) -> None:
+        line = self.recent(pick)
         plan = self.plan(line, [line.shelves[part]], count)
         pin = Read(line, line.shelves[part], plan, holder, self.store.pin(plan, ttl_s=ttl_s, holder=holder))
         self.await_read(pin)
         if pin.lease is not None:
             self.pins.append(pin)
 
-    @rule(line=lines, part=parts, first=st.integers(0, CHAIN_BLOCKS - 1))
-    def leave_dram(self, line: Line, part: int, first: int) -> None:
+    @rule(pick=picks, first=st.just(0) | st.integers(0, CHAIN_BLOCKS - 1))
+    def leave_dram(self, pick: int, first: int) -> None:
         """The end of a chain leaves DRAM, as if others had needed the room; what has gone down is found there."""
-        gone = [Address(line.shelves[part], key) for key in line.keys[first:]]
-        self.store.dram.delete(gone)
+        line = self.recent(pick)
+        gone = {Address(shelf, key) for shelf in line.shelves for key in line.keys[first:]}
+        self.store.dram.delete(list(gone))
         for pin in self.pins:
-            pin.is_gone |= not set(gone).isdisjoint(pin.addresses)
-
-    @rule(pick=picks)
-    def unpin(self, pick: int) -> None:
-        if self.pins:
-            self.store.release(self.pins.pop(pick % len(self.pins)).fetched)
+            pin.is_gone |= not gone.isdisjoint(pin.addresses)
 
     # Time, and clients that die ----------------------------------------------------------------------------
 
@@ -425,12 +460,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     # The tiers below ---------------------------------------------------------------------------------------
 
-    @rule(op=st.sampled_from(["read", "write"]), when=st.sampled_from(["before", "after"]))
-    def stop(self, op: Op, when: When) -> None:
-        """Calls of this kind stand still until somebody has to wait for them: what comes next comes in between."""
+    @rule(when=st.sampled_from(["before", "after"]))
+    def write_slowly(self, when: When) -> None:
+        """What goes down from now on takes until somebody waits for it."""
         self.go_on()
         for tier in self.tiers:
-            self.gates.enter_context(tier.gate(op, when))
+            self.gates.enter_context(tier.gate("write", when))
 
     def go_on(self) -> None:
         self.gates.close()
@@ -464,9 +499,12 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.drain()
         assert all(spill.queued_bytes == 0 for spill in self.store.stats().spill.values())
 
-    @rule()
-    def reopen(self) -> None:
-        """Close and open again: in calm weather all that was there still is, unless a bound was in the way."""
+    @rule(is_crash=st.booleans())
+    def restart(self, is_crash: bool) -> None:
+        """Open again, in calm weather with all that was there, unless a bound was in the way."""
+        if is_crash and self.is_local():
+            self.check_survivors(self.crash())
+            return
         self.go_on()
         self.let_go()
         losses, survivors = self.losses(), self.survivors()
@@ -476,11 +514,8 @@ class StoreMachine(RuleBasedStateMachine):
         if not has_lost:
             self.check_survivors(survivors)
 
-    @rule()
-    def crash(self) -> None:
-        """The process dies: the next one sees the files as they are, in the middle of whatever was being done."""
-        if not self.is_local():
-            return
+    def crash(self) -> set[Address]:
+        """The next process sees the files as they are, in the middle of whatever was being done."""
         there_before = self.survivors(with_dram=False)
         copied = self.root / str(int(self.folder.name) + 1)
         shutil.copytree(self.folder, copied)
@@ -491,7 +526,7 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
         self.folder = copied
         self.open_store()
-        self.check_survivors(survivors)
+        return survivors
 
     def is_local(self) -> bool:
         """All that the lower tiers keep is in the folder."""
@@ -524,10 +559,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert not left, f"{len(left)} of {len(survivors)} blocks did not survive"
 
     @precondition(lambda self: not self.is_calm)
-    @rule(op=st.sampled_from(["read", "write"]), answer=st.sampled_from([None, *_FAILURES]))
-    def tier_answers(self, op: Op, answer: Outcome | None) -> None:
+    @rule(op=st.sampled_from(["read", "write"]), answer=st.sampled_from(_FAILURES))
+    def tier_answers(self, op: Op, answer: Outcome) -> None:
         for tier in self.tiers:
-            tier.answers = {} if answer is None else {op: answer}
+            tier.answers = {op: answer}
 
     @precondition(lambda self: not self.is_calm and self.device is not None)
     @rule(
@@ -543,7 +578,7 @@ class StoreMachine(RuleBasedStateMachine):
     def heal(self) -> None:
         if self.device is not None:
             self.device.failing = {}
-        for tier in getattr(self, "tiers", []):
+        for tier in self.tiers:
             tier.answers = {}
 
     @precondition(lambda self: not self.is_calm and self.damage_folder is not None)
