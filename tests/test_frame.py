@@ -33,7 +33,7 @@ from kvtide.frame import (
 )
 from kvtide.keys import Address, Digest, Key, Part, Shelf
 from kvtide.testing import blocks
-from kvtide.testing.tier_suite import with_check
+from kvtide.testing.tier_suite.tools import with_check
 
 FIELDS = struct.Struct("<8sHHI32s32sII32s32s32s16s4H3IIQQ16s")
 # fmt: off

@@ -16,7 +16,7 @@ from kvtide.keys import Address, Key, Shelf
 from kvtide.policy.leaf_lru import LeafLru
 from kvtide.policy.policy import NO_ROW, Rows
 from kvtide.testing import blocks
-from kvtide.testing.tier_suite import ELSEWHERE, HERE
+from kvtide.testing.tier_suite.tools import ELSEWHERE, HERE
 from kvtide.tiers.table import BlockTable
 
 

@@ -32,7 +32,8 @@ from kvtide.errors import ConfigError, FolderForeign, FolderOwned, MediumFailed
 from kvtide.frame import HEADER_BYTES, Frame
 from kvtide.keys import Address, Key
 from kvtide.testing import blocks
-from kvtide.testing.tier_suite import (
+from kvtide.testing.tier_suite import TierSuite
+from kvtide.testing.tier_suite.tools import (
     CORRUPT,
     ELSEWHERE,
     HERE,
@@ -40,7 +41,6 @@ from kvtide.testing.tier_suite import (
     MISS,
     PASSED,
     REJECTED,
-    TierSuite,
     addresses_of,
     assert_has,
     assert_lacks,

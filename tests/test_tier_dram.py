@@ -14,12 +14,12 @@ from kvtide.errors import ConfigError
 from kvtide.frame import HEADER_BYTES, NO_PARENT
 from kvtide.keys import Address
 from kvtide.testing import blocks
-from kvtide.testing.tier_suite import (
+from kvtide.testing.tier_suite import TierSuite
+from kvtide.testing.tier_suite.tools import (
     ELSEWHERE,
     HERE,
     HIT,
     REJECTED,
-    TierSuite,
     assert_has,
     assert_lacks,
     many,
