@@ -68,29 +68,36 @@ class DataFile:
 
     def write(self, run: list[Piece]) -> None:
         parts: list[Memory] = []
-        staging = self._staging.of(sum(_staged_bytes(piece.memory) for piece in run))
-        for piece in run:
-            body, staged = _split(piece.memory)
-            page, staging = staging[: round_up(len(staged))], staging[round_up(len(staged)) :]
-            np.copyto(page[: len(staged)], staged)
-            page[len(staged) :] = 0  # what another tenant's frame left here must not reach the medium
-            parts += [part for part in (body, page) if len(part)]
+        for body, ragged, page in self._split(run):
+            parts.append(body)
+            if page is not None:
+                np.copyto(page[: len(ragged)], ragged)
+                page[len(ragged) :] = 0  # what another tenant's frame left here must not reach the medium
+                parts.append(page)
         self._file.write(parts, run[0].offset)
 
     def read(self, run: list[Piece]) -> int:
         """Fill the run's memory. Returns how many of its pieces were there in full; fewer: the file is short."""
-        parts: list[Memory] = []
-        copies: list[tuple[Memory, Memory]] = []
-        staging = self._staging.of(sum(_staged_bytes(piece.memory) for piece in run))
-        for piece in run:
-            body, staged = _split(piece.memory)
-            page, staging = staging[: round_up(len(staged))], staging[round_up(len(staged)) :]
-            copies.append((staged, page))
-            parts += [part for part in (body, page) if len(part)]
+        split = self._split(run)
+        parts = [part for body, _, page in split for part in (body, page) if part is not None]
         got_to = run[0].offset + self._file.read(parts, run[0].offset)
-        for staged, page in copies:
-            np.copyto(staged, page[: len(staged)])
+        for _, ragged, page in split:
+            if page is not None:
+                np.copyto(ragged, page[: len(ragged)])
         return sum(piece.end <= got_to for piece in run)
+
+    def _split(self, run: list[Piece]) -> list[tuple[Memory, Memory, Memory | None]]:
+        """Of each piece: what the device can use as it is, the rest, and the staging that stands in for the rest."""
+        cuts = [_direct_bytes(piece.memory) for piece in run]
+        sizes = [round_up(len(piece.memory) - cut) for piece, cut in zip(run, cuts, strict=True)]
+        staging = self._staging.of(sum(sizes)) if any(sizes) else None
+        split: list[tuple[Memory, Memory, Memory | None]] = []
+        at = 0
+        for piece, cut, size in zip(run, cuts, sizes, strict=True):
+            page = staging[at : at + size] if staging is not None and size else None
+            split.append((piece.memory[:cut], piece.memory[cut:], page))
+            at += size
+        return split
 
     def sync(self) -> None:
         self._file.sync()
@@ -99,11 +106,6 @@ class DataFile:
         self._file.close()
 
 
-def _split(memory: Memory) -> tuple[Memory, Memory]:
-    """What the device can use as it is, and what must go through staging."""
-    direct = len(memory) // ALIGNMENT * ALIGNMENT if memory.ctypes.data % ALIGNMENT == 0 else 0
-    return memory[:direct], memory[direct:]
-
-
-def _staged_bytes(memory: Memory) -> int:
-    return round_up(len(_split(memory)[1]))
+def _direct_bytes(memory: Memory) -> int:
+    address: int = memory.__array_interface__["data"][0]  # a tenth of the time of .ctypes.data
+    return len(memory) // ALIGNMENT * ALIGNMENT if address % ALIGNMENT == 0 else 0
