@@ -8,6 +8,7 @@ and leaves; flights that have begun land all the same and serve whoever comes ne
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,9 +20,12 @@ import numpy.typing as npt
 from kvtide.deadline import Deadline
 from kvtide.frame import decode_header
 from kvtide.keys import Address, Key, Shelf
+from kvtide.observe.fault_log import FaultLog
 from kvtide.policy.policy import NO_ROW
 from kvtide.tiers.dram import DramTier
 from kvtide.tiers.tier import Outcome, Tier
+
+faults = FaultLog(logging.getLogger(__name__))
 
 _BATCH_BYTES = 32 << 20  # of one read call: enough to keep a device busy, little enough to serve others soon
 _BATCH_FRAMES = 256
@@ -183,7 +187,7 @@ class Fetches:
         number, frame_bytes = int(wanted.tiers[place]) - 1, int(wanted.frame_bytes[place])
         if number < 0:  # it was in DRAM when it was matched, and has left since
             number, frame_bytes = self._look_below(address)
-        if not frame_bytes:
+        if not frame_bytes or number >= len(self._lower):
             return Outcome.MISS
         rows = self._dram.take(frame_bytes)
         if not rows:
@@ -208,10 +212,18 @@ class Fetches:
                 if self._is_closing:
                     return
                 flights = self._board(queue)
-            outcomes = tier.read([each.address for each in flights], [self._dram.memory(each.row) for each in flights])
+            outcomes = self._read(tier, flights)
             with work:
                 for flight, outcome in zip(flights, outcomes, strict=True):
                     self._land(flight, outcome, number)
+
+    def _read(self, tier: Tier, flights: list[Flight]) -> list[Outcome]:
+        try:
+            return tier.read([each.address for each in flights], [self._dram.memory(each.row) for each in flights])
+        except Exception as error:
+            # A mistake in a tier must cost its blocks, not this thread: others wait for it.
+            faults.warn("store.read_failed", tier=tier.traits.name, error=repr(error))
+            return [Outcome.ERROR] * len(flights)
 
     def _board(self, queue: deque[Flight]) -> list[Flight]:
         """The next flights to read together. Those that nobody wants any more end here."""
@@ -232,7 +244,10 @@ class Fetches:
             outcome = Outcome.MISS
         if outcome is Outcome.HIT:
             header = self._dram.header[flight.row] = decode_header(self._dram.memory(flight.row))[0]
-            if self._dram.publish(header.shelf, [flight.row], [header.key], [header.parent]):
+            if header.frame_bytes != self._dram.table.frame_bytes[flight.row]:
+                # Written anew since it was matched, and shorter: behind it stands what another block left in the slot.
+                outcome = Outcome.MISS
+            elif self._dram.publish(header.shelf, [flight.row], [header.key], [header.parent]):
                 self._on_landed(flight.row, number)
         self._dram.release([flight.row])
         for fetch, place in flight.waiting:

@@ -83,8 +83,8 @@ class Saves:
         if which is None and [*map(reserved.get, reservation.keys)] == reservation.rows:  # mostly: all of them
             header = self._dram.header[reservation.rows[0]]
             assert header is not None
-            self._show(reservation.shelf, reservation.rows, reservation.keys, [header.parent, *reservation.keys[:-1]])
-            return [Outcome.HIT] * len(reservation.rows)
+            parents = [header.parent, *reservation.keys[:-1]]
+            return self._show(reservation.shelf, reservation.rows, reservation.keys, parents)
         return self._publish_some(reservation, reserved, range(len(reservation.rows)) if which is None else which)
 
     def _publish_some(self, reservation: Reservation, reserved: dict[Key, int], which: Sequence[int]) -> list[Outcome]:
@@ -94,22 +94,28 @@ class Saves:
             if (row := reservation.rows[i]) == NO_ROW:
                 continue
             if reserved.get(reservation.keys[i]) == row:
-                outcomes[i] = Outcome.HIT
                 header = self._dram.header[row]
                 assert header is not None
-                headers[row] = header
+                headers[i] = header
             else:
                 outcomes[i] = Outcome.REJECTED
                 self.stale += 1
         if headers:
+            rows = [reservation.rows[i] for i in headers]
             keys, parents = zip(*((header.key, header.parent) for header in headers.values()), strict=True)
-            self._show(reservation.shelf, list(headers), keys, parents)
+            for i, outcome in zip(headers, self._show(reservation.shelf, rows, keys, parents), strict=True):
+                outcomes[i] = outcome
         return outcomes
 
-    def _show(self, shelf: Shelf, rows: list[int], keys: Sequence[Key], parents: Sequence[Key]) -> None:
+    def _show(self, shelf: Shelf, rows: list[int], keys: Sequence[Key], parents: Sequence[Key]) -> list[Outcome]:
+        """HIT where the block is there now, whoever brought it; REJECTED where DRAM has no more shelves."""
         visible = self._dram.publish(shelf, rows, keys, parents)
         self.published += len(visible)
         self._on_published(visible)
+        if len(visible) == len(rows):
+            return [Outcome.HIT] * len(rows)
+        is_there = self._dram.table.find(shelf, keys) != NO_ROW
+        return [Outcome.HIT if there else Outcome.REJECTED for there in is_there.tolist()]
 
     def unreserve(self, lease: Lease) -> None:
         """The addresses of a lease for writing are free for others. Does nothing for other leases."""

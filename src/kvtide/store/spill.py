@@ -9,6 +9,7 @@ next, and whatever must leave faster than that is lost, and counted.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,9 +21,12 @@ from kvtide.config import SpillWhen
 from kvtide.deadline import Deadline
 from kvtide.frame import Frame
 from kvtide.keys import Shelf
+from kvtide.observe.fault_log import FaultLog
 from kvtide.policy.policy import NO_ROW
 from kvtide.tiers.dram import DramTier
 from kvtide.tiers.tier import Outcome, Tier
+
+faults = FaultLog(logging.getLogger(__name__))
 
 _BATCH_BYTES = 32 << 20
 _BATCH_FRAMES = 256
@@ -176,9 +180,17 @@ class Spiller:
                 rows = self._load()
             frames = [Frame(header, self._dram.memory(row)) for row in rows if (header := self._dram.header[row])]
             assert len(frames) == len(rows)
-            outcomes = self.tier.write(frames)
+            outcomes = self._write(frames)
             with self._work:
                 self._unload(rows, outcomes)
+
+    def _write(self, frames: list[Frame]) -> list[Outcome]:
+        try:
+            return self.tier.write(frames)
+        except Exception as error:
+            # A mistake in a tier must cost its blocks, not this thread: everybody's blocks go down through it.
+            faults.warn("store.write_failed", tier=self.tier.traits.name, error=repr(error))
+            return [Outcome.ERROR] * len(frames)
 
     def _reclaim_ahead(self) -> None:
         leaving_bytes = int(self._dram.table.extent[list(self._leaving)].sum())  # free as soon as it is written

@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from kvtide.config import LeaseSettings, SpillWhen
 from kvtide.deadline import Clock, Deadline
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, Rejected
 from kvtide.frame import HEADER_BYTES, NO_PARENT
-from kvtide.keys import Digest, Key, Shelf
+from kvtide.keys import KEY_BYTES, Digest, Key, Shelf
 from kvtide.layout import Layout
 from kvtide.memory.arena import PAGE_BYTES
 from kvtide.memory.leases import Lease, Ledger, Use
@@ -130,6 +130,7 @@ class Store:
 
     def match(self, shelves: Sequence[Shelf], keys: Sequence[Key]) -> Ticket[Match]:
         """Find the longest prefix of `keys` whose block stands on every one of `shelves` (one for each part)."""
+        keys = tuple(keys)  # the caller's own list may grow while he waits
         found = [self._locate(shelf, keys) for shelf in shelves]
         blocks = min((_prefix(sizes) for sizes, _ in found), default=0)
         with self._lock:
@@ -182,6 +183,8 @@ class Store:
     def _fetch(
         self, plan: Plan, shelf: Shelf | None, use: Use, lease_s: float, deadline_s: float | None, holder: int
     ) -> Ticket[Fetched]:
+        if not plan.match.shelves:
+            return Ticket.done(Fetched(0, 0, None))
         wanted = _wanted(plan, shelf)
         planned_bytes = int(_slot_bytes(wanted.frame_bytes).sum())
         ticket: Ticket[Fetched] = Ticket()
@@ -231,7 +234,9 @@ class Store:
         """Begin to bring the plan's blocks up into DRAM. Returns how many are there or on their way."""
         with self._lock:
             self._tidy()
-            return 0 if self._is_closed else self._fetches.prefetch(_wanted(plan, shelf))
+            if self._is_closed or not plan.match.shelves:
+                return 0
+            return self._fetches.prefetch(_wanted(plan, shelf))
 
     # Writing -----------------------------------------------------------------------------------------------
 
@@ -248,7 +253,10 @@ class Store:
         """Ask for slots for consecutive blocks of one chain; `position` and `parent` are those of the first.
 
         Answered at once: a full arena is REJECTED, never waited for. What is given must be published or aborted.
+        Raises Rejected for arguments that cannot be a chain.
         """
+        keys = tuple(keys)
+        _check_chain(keys, position, parent)
         with self._lock:
             self._tidy()
             may_take = not self._is_closed and self._ledger.may_take(holder)
@@ -375,6 +383,7 @@ class Store:
         return all(spiller.drain(deadline) for spiller in self._spillers)
 
     def stats(self) -> StoreStats:
+        tiers = {tier.traits.name: tier.stats() for tier in self.tiers}  # each with its own lock, not under ours
         with self._lock:
             return StoreStats(
                 matched_blocks=self._matched,
@@ -388,7 +397,7 @@ class Store:
                 quarantined_total=self._ledger.quarantined_total,
                 pinned_bytes=self._pinned_bytes,
                 spill={each.tier.traits.name: _copy(each.stats) for each in self._spillers},
-                tiers={tier.traits.name: tier.stats() for tier in self.tiers},
+                tiers=tiers,
             )
 
     def close(self, drain_s: float = 30.0) -> None:
@@ -400,12 +409,14 @@ class Store:
             if drain_s > 0:
                 for spiller in self._spillers:
                     spiller.spill_all()
-        self.drain(drain_s)
-        self._fetches.close()
-        for spiller in self._spillers:
-            spiller.close()
-        for tier in reversed(self.tiers):
-            tier.close()
+        try:
+            self.drain(drain_s)
+        finally:  # also when somebody loses patience with the drain
+            self._fetches.close()
+            for spiller in self._spillers:
+                spiller.close()
+            for tier in reversed(self.tiers):
+                tier.close()
 
     def __enter__(self) -> Store:
         return self
@@ -423,6 +434,18 @@ def _prefix(sizes: npt.NDArray[np.int64]) -> int:
 def _slot_bytes(frame_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """What frames take in the arena."""
     return -(-frame_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _check_chain(keys: tuple[Key, ...], position: int, parent: Key) -> None:
+    """Raise Rejected unless these can be consecutive blocks of a chain: a frame could not say what is not true."""
+    if type(position) is not int or not 0 <= position <= (1 << 32) - len(keys):
+        raise Rejected(f"position is {position!r}: give it the number of blocks that come before the first key")
+    if (position == 0) != (parent == NO_PARENT):
+        raise Rejected("the first block of a chain, and only it, has no parent: give position and parent together")
+    if set(map(type, (*keys, parent))) != {bytes} or set(map(len, (*keys, parent))) != {KEY_BYTES}:
+        raise Rejected(f"keys and parent are bytes of length {KEY_BYTES}")
+    if NO_PARENT in keys:
+        raise Rejected("a key of zeros stands for no block")
 
 
 def _wanted(plan: Plan, shelf: Shelf | None) -> Wanted:

@@ -500,7 +500,6 @@ class StoreMachine(RuleBasedStateMachine):
     def drain(self) -> None:
         self.go_on()
         assert self.store.drain()
-        assert all(spill.queued_bytes == 0 for spill in self.store.stats().spill.values())
 
     @rule(is_crash=st.booleans())
     def restart(self, is_crash: bool) -> None:
@@ -521,7 +520,7 @@ class StoreMachine(RuleBasedStateMachine):
         """The next process sees the files as they are, in the middle of whatever was being done."""
         losses, survivors = self.losses(), self.survivors(with_dram=False)
         copied = self.root / str(int(self.folder.name) + 1)
-        shutil.copytree(self.folder, copied)
+        shutil.copytree(self.folder, copied, copy_function=copy_to_the_medium)
         if self.losses() != losses:  # something left and made room for others while it was copied
             survivors = set()
         self.go_on()
@@ -539,7 +538,7 @@ class StoreMachine(RuleBasedStateMachine):
     def losses(self) -> list[int]:
         """Whatever may keep a block from being there after the next open."""
         stats = self.store.stats()
-        lost = [stats.tiers[tier.traits.name].evicted_blocks for tier in self.tiers]
+        lost = [tier.evicted_blocks for tier in stats.tiers.values()]
         for spill in stats.spill.values():
             lost += [spill.dropped_full, spill.dropped_refused, spill.evicted_unspilled]
         return lost
@@ -647,6 +646,14 @@ class StoreMachine(RuleBasedStateMachine):
         finally:
             self.store.close(drain_s=0)
             shutil.rmtree(self.root)
+
+
+def copy_to_the_medium(source: str, target: str) -> None:
+    """Copy a file and leave none of it in the page cache: a tier that writes past the cache would collide with it."""
+    shutil.copyfile(source, target)
+    with open(target, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def folder_bytes(folder: Path) -> int:

@@ -51,7 +51,7 @@ class Space:
             while self.evict(extent):
                 pass
         offsets += self._take_free(extent, missing)
-        while len(offsets) < count and self._leave(self._neighbours(extent), is_evicted=False):
+        while len(offsets) < count and self._leave(self._neighbours(extent, offsets), is_evicted=False):
             offsets += self._take_free(extent, 1)
         return offsets
 
@@ -84,12 +84,19 @@ class Space:
             self.evicted_blocks += len(rows)
         return len(rows)
 
-    def _neighbours(self, extent: int) -> list[int]:
+    def _neighbours(self, extent: int, taken_now: list[int]) -> list[int]:
+        """The rows that stand in the way of one free piece. `taken_now`: places of that size without a row yet."""
         table = self.table
-        taken = np.flatnonzero(table.extent[: table.rows])
-        is_held = (table.held[taken] > 0) | (table.shelf[taken] == NO_ROW)
-        clocks = np.where(is_held, 0, table.policy.clocks(taken))
-        capacity = self.extents.capacity_bytes
-        at = cheapest_window(table.offset[taken], table.extent[taken], clocks, is_held, extent, capacity)
-        rows: list[int] = [] if at is None else taken[at].tolist()
-        return rows
+        rows = np.flatnonzero(table.extent[: table.rows])
+        is_held = (table.held[rows] > 0) | (table.shelf[rows] == NO_ROW)
+        clocks = np.where(is_held, 0, table.policy.clocks(rows))
+        more = len(taken_now)
+        at = cheapest_window(
+            np.concatenate((table.offset[rows], np.array(taken_now, np.int64))),
+            np.concatenate((table.extent[rows], np.full(more, extent))),
+            np.concatenate((clocks, np.zeros(more, np.int64))),
+            np.concatenate((is_held, np.ones(more, np.bool_))),
+            extent,
+            self.extents.capacity_bytes,
+        )
+        return [] if at is None else [int(rows[i]) for i in at]

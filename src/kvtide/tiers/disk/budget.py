@@ -32,7 +32,7 @@ class DailyBudget:
 
     def refund(self, size_bytes: int) -> None:
         """It was not written after all."""
-        self._spent_bytes -= size_bytes
+        self._spent_bytes = max(0, self._spent_bytes - size_bytes)  # it may have been spent before midnight
 
     def write_down(self) -> None:
         self._index.write_day(self._day, self._spent_bytes)

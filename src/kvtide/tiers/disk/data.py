@@ -69,7 +69,8 @@ class DataFile:
     def write(self, run: list[Piece]) -> None:
         parts: list[Memory] = []
         for body, ragged, page in self._split(run):
-            parts.append(body)
+            if len(body):  # an empty part of unaligned memory is refused by some kernels
+                parts.append(body)
             if page is not None:
                 np.copyto(page[: len(ragged)], ragged)
                 page[len(ragged) :] = 0  # what another tenant's frame left here must not reach the medium
@@ -79,7 +80,7 @@ class DataFile:
     def read(self, run: list[Piece]) -> int:
         """Fill the run's memory. Returns how many of its pieces were there in full; fewer: the file is short."""
         split = self._split(run)
-        parts = [part for body, _, page in split for part in (body, page) if part is not None]
+        parts = [part for body, _, page in split for part in (body, page) if part is not None and len(part)]
         got_to = run[0].offset + self._file.read(parts, run[0].offset)
         for _, ragged, page in split:
             if page is not None:

@@ -107,14 +107,15 @@ def _without_rivals(records: Records, rows: RowNumbers) -> RowNumbers:
         rows = _without_repeats(records, rows)
     while True:
         by_place = rows[np.argsort(records["offset"][rows], kind="stable")]
-        start, end = (
-            records["offset"][by_place],
-            records["offset"][by_place] + _extent(records["frame_bytes"][by_place]),
-        )
-        clash = np.flatnonzero(start[1:] < end[:-1])
+        start = records["offset"][by_place]
+        end = start + _extent(records["frame_bytes"][by_place])
+        # Of all records before each one, the one that reaches furthest: one round settles all that it covers.
+        is_furthest = end == np.maximum.accumulate(end)
+        furthest = np.maximum.accumulate(np.where(is_furthest, np.arange(len(end)), 0))
+        clash = np.flatnonzero(start[1:] < end[furthest[:-1]]) + 1
         if not len(clash):
             return rows
-        first, second = by_place[clash], by_place[clash + 1]
+        first, second = by_place[furthest[clash - 1]], by_place[clash]
         older = np.where(records["clock"][first] < records["clock"][second], first, second)
         rows = np.setdiff1d(rows, older)
 
@@ -184,9 +185,12 @@ def save_clocks(index: IndexFile, table: BlockTable) -> None:
     """Write down when each block was last used, so that the next process evicts in the right order."""
     rows = table.visible
     if len(rows):
-        records = index.read_all()[rows]
+        records = index.read_all()
+        # Above all that was ever written: a record that could not be erased must not look newer than a living one.
+        newest = records["clock"][_is_sound(records) & (records["kind"] == BLOCK)].max(initial=0)
+        records = records[rows]
         is_sound = _is_sound(records)  # one that was damaged meanwhile must not get a checksum that says otherwise
-        records["clock"] = 1 + np.argsort(np.argsort(table.policy.clocks(rows)))
+        records["clock"] = newest + 1 + np.argsort(np.argsort(table.policy.clocks(rows)))
         index.write(rows[is_sound].tolist(), records[is_sound])
 
 

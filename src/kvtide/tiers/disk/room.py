@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from kvtide.frame import Header
-from kvtide.keys import Shelf
+from kvtide.keys import Address, Shelf
 from kvtide.memory.arena import round_up
 from kvtide.observe.fault_log import FaultLog
 from kvtide.policy.policy import NO_ROW, Policy
@@ -28,6 +28,7 @@ from kvtide.tiers.table import BlockTable
 BYTES_MIN = 1 << 20  # below this the bookkeeping would not leave room for blocks
 _OVERHEAD_BYTES = 64 << 10  # lock file, index head, and what the filesystem needs to describe the files
 _INDEX_SHARE = 256  # at least 1/256 of the bound is kept for the index: enough for frames of 32 KiB on average
+_ASIDE_SHARE = 64  # of the bound, for blocks that could not be read
 _GROW_BYTES_MAX = 1 << 30
 _GROW_AGAIN_S = 10
 
@@ -63,6 +64,10 @@ class Room:
         self._bytes_max = bytes_max
         self._grow_again_at_s = 0.0
         self._freed: list[int] = []  # rows whose records are yet to be erased
+        self._unerased: set[int] = set()  # rows whose records could not be erased: tried again and again
+        self._retaken: set[int] = set()  # rows among `_freed` that have a new owner already
+        self._aside: dict[int, Address] = {}  # blocks that the device failed to read, kept for the next open
+        self._aside_bytes = 0
         self._unwritten: set[Shelf] = set()  # shelves whose record could not be written yet
         self.table = BlockTable(policy)
         self.space = Space(self.table, on_free=self._freed.extend)
@@ -83,7 +88,11 @@ class Room:
         while offset < 0 and self._grow_data(extent):
             offset = self.space.extents.take(extent)
         offsets = [offset] if offset >= 0 else self.space.take(extent)
-        return self.table.take_rows(offsets, extent, header.frame_bytes)[0] if offsets else NO_ROW
+        if not offsets:
+            return NO_ROW
+        [row] = self.table.take_rows(offsets, extent, header.frame_bytes)
+        self._take_record(row)
+        return row
 
     def let_go(self, row: int) -> None:
         """One holder less. An invisible row that nobody holds is free, and its record erased."""
@@ -97,31 +106,57 @@ class Room:
         if self.table.shelf[row] != NO_ROW:
             self.table.hide([row])
 
-    def forget(self, rows: list[int]) -> bool:
-        """Blocks are gone from here on, and from the index; a place is free when its last holder lets go.
-
-        False when their records could not be erased: after the next open they would be back.
-        """
+    def forget(self, rows: list[int]) -> None:
+        """Blocks are gone from here on, and from the index; a place is free when its last holder lets go."""
         if not rows:
-            return True
+            return
         self.table.hide(rows)
         self._freed += rows
-        is_erased = self.erase_freed()
+        self.erase_freed()
         self.space.free([row for row, held in zip(rows, self.table.held[rows].tolist(), strict=True) if not held])
         self._freed.clear()  # erased above
-        return is_erased
 
     def erase_freed(self) -> bool:
-        """Erase the records of rows whose place is free again. Should it fail, reads of a place that was used
-        again still find out."""
+        """Erase the records of rows whose place is free again, and those that could not be erased before.
+
+        False when some are left. While open nobody sees them; after the next open they would be back.
+        """
+        rows = self._unerased.union(self._freed)
         try:
-            self._index.erase(self._freed)
+            self._index.erase(list(rows))
+            self._unerased.clear()
+            return True
         except OSError as error:
-            faults.warn("disk.not_erased", records=len(self._freed), error=error.strerror)
+            faults.warn("disk.not_erased", records=len(rows), error=error.strerror)
+            self._unerased = rows - self._retaken  # the others are written anew, or freed once more
             return False
         finally:
             self._freed.clear()
-        return True
+            self._retaken.clear()
+
+    def set_aside(self, row: int) -> None:
+        """The device failed to read a block: it is a miss, but place and record are kept, so that it is tried again
+        after the next open. Only a share of the space is kept that way; beyond it the block is erased."""
+        address = None if self.table.shelf[row] == NO_ROW else self.table.address(row)
+        self.hide(row)
+        extent = int(self.table.extent[row])
+        if address is None or self._aside_bytes + extent > self._bytes_max // _ASIDE_SHARE:
+            self.let_go(row)  # another reader has set it aside, or it was forgotten meanwhile, or it is too much
+        else:
+            self._aside[row] = address
+            self._aside_bytes += extent
+
+    def forget_aside(self, is_meant: Callable[[Address], bool]) -> None:
+        """Blocks that were set aside are to be gone, too."""
+        for row in [row for row, address in self._aside.items() if is_meant(address)]:
+            del self._aside[row]
+            self._aside_bytes -= int(self.table.extent[row])
+            self.let_go(row)
+
+    def _take_record(self, row: int) -> None:
+        """A row has a new owner, who writes its record anew or frees it again: nobody else may erase it from now on."""
+        self._unerased.discard(row)
+        self._retaken.add(row)
 
     def _has_row(self) -> bool:
         """Is there, or can there be, a record for one more row?"""
@@ -143,6 +178,7 @@ class Room:
         self.erase_freed()  # the shelf may get a row that was freed just now: not to be erased after it is written
         if number not in self._shelf_rows:
             [self._shelf_rows[number]] = self.table.take_rows([0], 0, 0)
+            self._take_record(self._shelf_rows[number])
         try:
             self._index.write([self._shelf_rows[number]], shelf_record(shelf, number))
         except OSError as error:

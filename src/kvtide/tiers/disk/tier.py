@@ -16,12 +16,13 @@ or written is held, so neither its place nor its record can change meanwhile.
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +47,8 @@ from kvtide.tiers.tier import Outcome, Tier, TierStats, Traits, is_cleared
 
 faults = FaultLog(logging.getLogger(__name__))
 
+_PASSING = {errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT}  # say nothing of the block itself
+_LOOKUP_WAIT_S = 0.005
 _SYNC_S = 5.0
 _CLEAR_S = 30.0  # how long a clear waits for writes under way
 
@@ -157,11 +160,17 @@ class DiskTier(Tier):
     # Reading -----------------------------------------------------------------------------------------------
 
     def lookup(self, shelf: Shelf, keys: Sequence[Key], deadline: Deadline = NEVER) -> npt.NDArray[np.int64]:
-        with self._lock:
+        # The lock may be held while the files grow or a record is written, and on a sick device that can take long.
+        # An engine is waiting: after a moment the answer is a miss.
+        if not self._lock.acquire(timeout=_LOOKUP_WAIT_S):
+            return np.zeros(len(keys), np.int64)
+        try:
             if self._state != "open":
                 return np.zeros(len(keys), np.int64)
             rows = self.table.find(shelf, keys)
             return np.where(rows == NO_ROW, 0, self.table.frame_bytes[rows])
+        finally:
+            self._lock.release()
 
     def read(self, addresses: Sequence[Address], into: Sequence[Memory], deadline: Deadline = NEVER) -> list[Outcome]:
         with self._call():
@@ -201,7 +210,7 @@ class DiskTier(Tier):
 
     def _read_run(self, run: list[Piece], deadline: Deadline) -> int:
         if deadline.has_passed:
-            raise TimeoutError
+            raise _Late
         return self._data.read(run)
 
     def _read_alone(self, piece: Piece, deadline: Deadline) -> tuple[OSError | None, bool]:
@@ -225,12 +234,12 @@ class DiskTier(Tier):
         with self._lock:
             if outcome is Outcome.HIT:
                 self._stats.read_bytes += len(piece.memory)
-            elif outcome is not Outcome.TIMEOUT:
+            elif outcome is Outcome.CORRUPT:
                 self._room.hide(piece.row)
-            if outcome is not Outcome.ERROR:
+            if outcome is Outcome.ERROR and error is not None and error.errno not in _PASSING:
+                self._room.set_aside(piece.row)
+            else:
                 self._room.let_go(piece.row)
-            # After an error of the device the row stays held: its place is not used again and its record
-            # not erased, so that the block is tried once more after the next open.
         return outcome
 
     # Writing -----------------------------------------------------------------------------------------------
@@ -244,9 +253,16 @@ class DiskTier(Tier):
         pieces = self._make_room(frames, outcomes, deadline)
         # This thread seals the next frames while the pool writes those before.
         seal = partial(_seal, frames)
-        for run, error, _ in self._each_done(self._write_run, runs(pieces), deadline, before=seal):
-            error = error or self._write_records(run, frames)
-            self._settle(run, frames, error, outcomes)
+        unsettled = {piece.at: piece for piece in pieces}
+        try:
+            for run, error, _ in self._each_done(self._write_run, runs(pieces), deadline, before=seal):
+                error = error or self._write_records(run, frames)
+                for piece in run:
+                    del unsettled[piece.at]
+                self._settle(run, frames, error, outcomes)
+        finally:  # a frame that cannot be sealed ends this call, but must not leave anything behind
+            if unsettled:
+                self._settle(list(unsettled.values()), frames, OSError(errno.EINVAL, "not written"), outcomes)
         with self._lock:
             for outcome in outcomes:
                 self._stats.count("write", outcome)
@@ -290,7 +306,7 @@ class DiskTier(Tier):
 
     def _write_run(self, run: list[Piece], deadline: Deadline) -> int:
         if deadline.has_passed:
-            raise TimeoutError
+            raise _Late
         self._data.write(run)
         return len(run)
 
@@ -348,13 +364,15 @@ class DiskTier(Tier):
         with self._call(), self._lock:
             rows = [self.table.row(address) for address in addresses]
             self._room.forget([row for row in dict.fromkeys(rows) if row != NO_ROW])
+            self._room.forget_aside(set(addresses).__contains__)
         return [Outcome.MISS if row == NO_ROW else Outcome.HIT for row in rows]
 
     def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
         with self._call():
             with self._lock:
                 rows = self.table.of(namespace, tenant)
-                is_erased = self._room.forget(rows)
+                self._room.forget(rows)
+                self._room.forget_aside(lambda address: is_cleared(address.shelf, namespace, tenant))
                 # A write that is under way will not become visible; but it may be about to say so in the index, so
                 # its end is waited for before the index is synced.
                 writing = [address for address in self._pending if is_cleared(address.shelf, namespace, tenant)]
@@ -363,6 +381,7 @@ class DiskTier(Tier):
                 is_settled = self._settled.wait_for(
                     lambda: not any(self._pending.get(each) == NO_ROW for each in writing), timeout=_CLEAR_S
                 )
+                is_erased = self._room.erase_freed()
             self._confirm_clear(is_erased and is_settled)
             return len(rows)
 
@@ -399,7 +418,7 @@ class DiskTier(Tier):
             for run in grouped:
                 if before is not None:
                     before(run)
-                futures[self._pool.submit(move, run, deadline)] = run
+                futures[self._begin(move, run, deadline)] = run
             for future in as_completed(futures):
                 error = future.exception()
                 if error is not None and not isinstance(error, OSError):
@@ -408,11 +427,23 @@ class DiskTier(Tier):
         finally:
             wait(futures)  # the memory is the caller's again only when the kernel is done with it
 
+    def _begin(self, move: Callable[[list[Piece], Deadline], int], run: list[Piece], deadline: Deadline) -> Future[int]:
+        try:
+            return self._pool.submit(move, run, deadline)
+        except RuntimeError:  # the interpreter is exiting and takes no more work: do it here, blocks are to be kept
+            future: Future[int] = Future()
+            try:
+                future.set_result(move(run, deadline))
+            except OSError as error:
+                future.set_exception(error)
+            return future
+
     def _sync_sometimes(self) -> None:
         now_s = time.monotonic()
         if now_s - self._synced_at_s > _SYNC_S:
             self._synced_at_s = now_s
-            self._pool.submit(self._sync)
+            with suppress(RuntimeError):  # the interpreter is exiting; close syncs
+                self._pool.submit(self._sync)
 
     def _sync(self) -> None:
         try:
@@ -423,6 +454,10 @@ class DiskTier(Tier):
             faults.warn("disk.not_synced", folder=self._path, error=error.strerror)
 
 
+class _Late(OSError):
+    """The deadline passed before the device was asked. (Not TimeoutError: a device may raise that, too.)"""
+
+
 def _seal(frames: Sequence[Frame], run: list[Piece]) -> None:
     for piece in run:
         frames[piece.at].seal()
@@ -431,7 +466,7 @@ def _seal(frames: Sequence[Frame], run: list[Piece]) -> None:
 def _outcome_of(error: OSError | None) -> Outcome:
     if error is None:
         return Outcome.HIT
-    if isinstance(error, TimeoutError):
+    if isinstance(error, _Late):
         return Outcome.TIMEOUT
     faults.warn("disk.io_failed", error=error)
     return Outcome.ERROR
