@@ -73,7 +73,7 @@ class Fidelity(IntEnum):
     LOSSY = 2
 
 
-class Header(msgspec.Struct, frozen=True):
+class Header(msgspec.Struct, frozen=True, gc=False):  # holds nothing that could refer back to it
     """What a frame says of itself. `stored_bytes` differs from the shape's product only behind a codec."""
 
     shelf: Shelf

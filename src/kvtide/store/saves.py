@@ -121,7 +121,11 @@ class Saves:
         """The addresses of a lease for writing are free for others. Does nothing for other leases."""
         if lease.shelf is None or (reserved := self._reserved.get(lease.shelf)) is None:
             return
-        for key, row in zip(lease.keys, lease.rows.tolist(), strict=True):
+        rows = lease.rows.tolist()
+        if len(reserved) == len(rows) and [*map(reserved.get, lease.keys)] == rows:  # mostly: nobody else's
+            del self._reserved[lease.shelf]
+            return
+        for key, row in zip(lease.keys, rows, strict=True):
             if reserved.get(key) == row:
                 del reserved[key]
         if not reserved:
