@@ -551,16 +551,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     def check_survivors(self, survivors: set[Address]) -> None:
         """Read all that is back: survivors are, with their own bytes; others may be torn, which reading finds out."""
-        found: set[Address] = set()
+        outcomes: dict[Address, Outcome] = {}
         for tier in self.tiers:
             sizes = {each: int(tier.lookup(each.shelf, [each.key])[0]) for each in self.possible}
             there = [each for each, size in sizes.items() if size]
             into = [np.zeros(sizes[each], np.uint8) for each in there]
             for address, memory, outcome in zip(there, into, tier.read(there, into), strict=True):
+                outcomes[address] = outcome
                 if outcome is HIT:
-                    found.add(address)
                     assert np.array_equal(memory[HEADER_BYTES:], payload_of(address, len(memory) - HEADER_BYTES))
-        assert survivors <= found, f"{len(survivors - found)} of {len(survivors)} blocks did not survive"
+        lost = [outcomes.get(each, MISS) for each in survivors if outcomes.get(each) is not HIT]
+        assert not lost, f"{len(lost)} of {len(survivors)} blocks did not survive: {lost}"
 
     @precondition(lambda self: not self.is_calm)
     @rule(op=st.sampled_from(["read", "write"]), answer=st.sampled_from(_FAILURES))

@@ -33,6 +33,7 @@ from kvtide.deadline import NEVER, Deadline
 from kvtide.errors import Closed, ConfigError, Damaged, MediumFailed, Truncated
 from kvtide.frame import NO_PARENT, Frame, Header, Memory, verify
 from kvtide.keys import Address, Digest, Key, Shelf
+from kvtide.memory.arena import round_up
 from kvtide.observe.fault_log import FaultLog
 from kvtide.policy.leaf_lru import LeafLru
 from kvtide.policy.policy import NO_ROW, Policy
@@ -273,13 +274,15 @@ class DiskTier(Tier):
         """Take a row and a place for each frame that needs one; `outcomes` says why others get none."""
         pieces: list[Piece] = []
         with self._lock:
+            outcomes[:] = [self._refusal(frame, deadline) for frame in frames]
+            welcome = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
+            if len(welcome) > 1:
+                self._room.prepare(sum(round_up(frames[at].header.frame_bytes) for at in welcome))
             busy = {address.shelf for address in self._pending}
-            for at, frame in enumerate(frames):
-                outcomes[at] = self._refusal(frame)
+            for at in welcome:
+                frame = frames[at]
+                outcomes[at] = self._refusal(frame, deadline)  # the same frame may stand in the batch twice
                 if outcomes[at] is not Outcome.MISS:
-                    continue
-                if deadline.has_passed:  # before a block leaves for it
-                    outcomes[at] = Outcome.TIMEOUT
                     continue
                 row = self._room.take(frame.header, busy)
                 if row == NO_ROW:
@@ -292,7 +295,7 @@ class DiskTier(Tier):
             self._room.erase_freed()  # before any of the freed places is written to
         return pieces
 
-    def _refusal(self, frame: Frame) -> Outcome:
+    def _refusal(self, frame: Frame, deadline: Deadline) -> Outcome:
         """Why this frame is not to be written; MISS: no reason, it is welcome."""
         if self.table.row(frame.address) != NO_ROW:
             return Outcome.HIT
@@ -300,6 +303,8 @@ class DiskTier(Tier):
             return Outcome.PENDING
         if frame.header.frame_bytes > self.traits.frame_bytes_max:
             return Outcome.REJECTED
+        if deadline.has_passed:  # before a block leaves for it
+            return Outcome.TIMEOUT
         if not self._budget.allows(frame.header.frame_bytes):
             return Outcome.THROTTLED
         return Outcome.MISS
