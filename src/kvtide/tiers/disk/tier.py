@@ -49,7 +49,7 @@ from kvtide.tiers.tier import Outcome, Tier, TierStats, Traits, is_cleared
 faults = FaultLog(logging.getLogger(__name__))
 
 _PASSING = {errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT}  # say nothing of the block itself
-_LOOKUP_WAIT_S = 0.005
+_LOOKUP_WAIT_S = 0.05
 _SYNC_S = 5.0
 _CLEAR_S = 30.0  # how long a clear waits for writes under way
 
