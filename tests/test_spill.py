@@ -193,6 +193,18 @@ def test_what_the_tier_refuses_is_counted_and_stays_in_dram(rig: Rig, outcome: O
     assert rig.on_disk() == 6
 
 
+def test_a_mistake_of_the_tier_costs_the_blocks_and_the_next_ones_go_down(rig: Rig) -> None:
+    rig.disk.mistakes = {"write": ZeroDivisionError()}
+    for i in range(3):  # more than there are threads to lose
+        rig.save(KEYS[: 2 * i + 2], first=2 * i)
+        assert rig.store.drain()
+    assert rig.stats == SpillStats(dropped_refused=6)
+    rig.disk.mistakes = {}
+    rig.use()
+    assert rig.store.drain()
+    assert rig.on_disk() == 6
+
+
 def test_what_somebody_else_writes_already_counts_as_written(rig: Rig) -> None:
     rig.disk.answers = {"write": Outcome.PENDING}
     rig.save()

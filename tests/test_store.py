@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvtide.config import DiskSettings, DramSettings, LeaseSettings, Settings, SpillWhen
-from kvtide.errors import ConfigError, FolderOwned
-from kvtide.frame import HEADER_BYTES
+from kvtide.errors import ConfigError, FolderOwned, Rejected
+from kvtide.frame import HEADER_BYTES, NO_PARENT
 from kvtide.keys import Address, Digest, Key, Part, Shelf
 from kvtide.layout import Layout
 from kvtide.store import Fetched, Lower, Plan, Reservation, Store, Ticket, open_store
@@ -238,6 +238,7 @@ def test_a_plan_without_parts_is_empty(rig: Rig) -> None:
     rig.save()
     plan = rig.store.plan(matched(rig.store, [], KEYS))
     assert (plan.first_block, plan.end_block, plan.reasons) == (0, 0, ())
+    assert rig.store.fetch(plan).result.blocks == 0
 
 
 def test_a_plan_may_start_inside_a_block(rig: Rig) -> None:
@@ -450,6 +451,33 @@ def test_a_tier_that_does_not_deliver_costs_the_blocks_and_no_more(rig: Rig, out
     assert rig.used_slots == 4
     rig.disk.answers = {}
     assert_right(fetch(rig.store, HERE, KEYS))
+
+
+def test_a_mistake_of_a_tier_costs_the_blocks_and_the_next_ones_come(rig: Rig) -> None:
+    rig.save()
+    rig.cool()
+    rig.disk.mistakes = {"read": ZeroDivisionError()}
+    for _ in range(3):  # more than there are threads to lose
+        fetched = fetch(rig.store, HERE, KEYS)
+        assert (fetched.blocks, fetched.outcome) == (0, ERROR)
+    rig.disk.mistakes = {}
+    assert_right(fetch(rig.store, HERE, KEYS))
+
+
+@pytest.mark.parametrize("page_bytes", [100, 3000])
+def test_a_block_that_has_another_size_than_when_it_was_matched_is_a_miss(rig: Rig, page_bytes: int) -> None:
+    rig.save()
+    plan = rig.plan()
+    rig.store.clear()
+    layout = replace(LAYOUT, page_bytes=page_bytes)
+    save(rig.store, HERE, KEYS[:1], layout)
+    assert rig.store.drain()
+    rig.cool()
+    fetched = rig.arrival(rig.store.fetch(replace(plan, match=replace(plan.match, tiers=(np.ones(6, np.int8),)))))
+    assert (fetched.blocks, fetched.outcome) == (0, MISS)
+    again = fetch(rig.store, HERE, KEYS)
+    assert again.blocks == 1
+    assert_payloads(HERE, KEYS, again.payloads, layout, 0)
 
 
 def test_a_block_that_has_left_dram_since_the_match_is_brought_up(rig: Rig) -> None:
@@ -713,6 +741,45 @@ def test_some_may_be_published_and_the_rest_comes_back(rig: Rig) -> None:
     assert rig.used_slots == 3
     assert rig.store.stats().published_blocks == 3
     assert rig.store.reserve(HERE, KEYS, LAYOUT).result.outcomes == [HIT, HIT, MISS, MISS, HIT, MISS]
+
+
+def test_to_publish_all_is_to_publish_what_was_given(rig: Rig) -> None:
+    rig.save(KEYS[:2])
+    other = reserved(rig, [*KEYS[:2], KEYS[4]])
+    mine = reserved(rig)
+    assert mine.outcomes == [HIT, HIT, MISS, MISS, PENDING, MISS]
+    assert rig.store.publish(mine) == [HIT, HIT, HIT, HIT, PENDING, HIT]
+    assert rig.store.publish(other, [2]) == [HIT, HIT, HIT]
+    assert_right(fetch(rig.store, HERE, KEYS))
+
+
+def test_when_dram_has_no_more_shelves_a_publish_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.save(KEYS[:2])
+    monkeypatch.setattr("kvtide.tiers.table.SHELVES_MAX", 1)
+    other = make_shelf("another tenant")
+    assert rig.store.publish(reserved(rig, KEYS[:2], shelf=other)) == [REJECTED] * 2
+    assert rig.used_slots == 2
+    assert matched(rig.store, other, KEYS).blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "position", "parent"),
+    [
+        (KEYS, 1, NO_PARENT),
+        (KEYS, 0, KEYS[0]),
+        (KEYS, -1, KEYS[0]),
+        (KEYS, 1 << 32, KEYS[0]),
+        (KEYS, 1.0, KEYS[0]),
+        ([KEYS[0][:-1]], 0, NO_PARENT),
+        (["no bytes"], 0, NO_PARENT),
+        (KEYS, 1, b"short"),
+        ([KEYS[0], NO_PARENT], 0, NO_PARENT),
+    ],
+)
+def test_what_cannot_be_a_chain_is_refused(rig: Rig, keys: Sequence[Key], position: int, parent: Key) -> None:
+    with pytest.raises(Rejected):
+        rig.store.reserve(HERE, keys, LAYOUT, position=position, parent=parent)
+    assert rig.used_slots == 0
 
 
 def test_an_abort_gives_slots_and_addresses_back(rig: Rig) -> None:

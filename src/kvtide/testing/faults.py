@@ -83,6 +83,7 @@ class FaultyTier(Tier):
         self.writes: Counter[Address] = Counter()
         self.lookups: list[int] = []  # how many keys each lookup was about
         self.answers: dict[Op, Outcome] = {}  # given for each address instead of asking the tier
+        self.mistakes: dict[Op, Exception] = {}  # raised instead of asking the tier: what no tier should do
         self.delay_s: dict[Op, float] = {}
         self._pause = pause
         self._gates: dict[tuple[Op, When], tuple[Gate, Address | None]] = {}
@@ -115,6 +116,8 @@ class FaultyTier(Tier):
         if delay_s := self.delay_s.get(op):
             self._pause(delay_s)
         self._stop(op, "before", addresses)
+        if mistake := self.mistakes.get(op):
+            raise mistake
 
     def open(self) -> None:
         self.tier.open()
