@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from kvtide.errors import ConfigError
-from kvtide.frame import Memory
 from kvtide.keys import Address
+from kvtide.layout import Memory
+from kvtide.outcome import Outcome
 from kvtide.testing import crash
 from kvtide.testing.blocks import chain_frames
 from kvtide.testing.crash import CampaignResult, draw_points, folder_bytes, hear, open_nursery, run_campaign, send
@@ -41,7 +42,7 @@ from kvtide.testing.crash_worker import (
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.disk.folder import DATA, INDEX
 from kvtide.tiers.disk.index import RECORDS_AT
-from kvtide.tiers.tier import Outcome, TierStats
+from kvtide.tiers.tier import TierStats
 
 KILLED = -9
 A_FEW = 10  # kills: enough for each kind of folder and for blocks in it

@@ -12,6 +12,7 @@ from kvtide.config import SpillWhen
 from kvtide.frame import HEADER_BYTES
 from kvtide.keys import Address, Key
 from kvtide.layout import Layout
+from kvtide.outcome import Outcome
 from kvtide.store import Lower, Store
 from kvtide.store.spill import SpillStats
 from kvtide.testing.blocks import chain_keys
@@ -21,7 +22,6 @@ from kvtide.testing.store_machine import assert_payloads, fetch, matched, save
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.disk.room import BYTES_MIN
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome
 
 HIT, MISS, REJECTED = Outcome.HIT, Outcome.MISS, Outcome.REJECTED
 

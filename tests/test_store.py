@@ -15,9 +15,10 @@ import pytest
 
 from kvtide.config import DiskSettings, DramSettings, LeaseSettings, Settings, SpillWhen
 from kvtide.errors import ConfigError, FolderOwned, Rejected
-from kvtide.frame import HEADER_BYTES, NO_PARENT
-from kvtide.keys import Address, Digest, Key, Part, Shelf
+from kvtide.frame import HEADER_BYTES
+from kvtide.keys import NO_PARENT, Address, Digest, Key, Part, Shelf
 from kvtide.layout import Layout
+from kvtide.outcome import Outcome
 from kvtide.store import Fetched, Lower, Plan, Reservation, Store, Ticket, open_store
 from kvtide.testing.blocks import chain_keys
 from kvtide.testing.blocks import shelf as make_shelf
@@ -26,7 +27,6 @@ from kvtide.testing.store_machine import assert_payloads, fetch, fill, matched, 
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.disk.folder import DATA
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome
 
 HIT, MISS, PENDING, REJECTED = Outcome.HIT, Outcome.MISS, Outcome.PENDING, Outcome.REJECTED
 TIMEOUT, CORRUPT, ERROR = Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.ERROR

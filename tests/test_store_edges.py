@@ -17,16 +17,16 @@ import pytest
 
 from kvtide.deadline import NEVER, Deadline
 from kvtide.errors import BadField, Rejected
-from kvtide.frame import NO_PARENT, Frame, Header, Memory
-from kvtide.keys import Address, Key, Shelf
-from kvtide.layout import Layout
+from kvtide.frame import Frame, Header
+from kvtide.keys import NO_PARENT, Address, Key, Shelf
+from kvtide.layout import Layout, Memory
+from kvtide.outcome import Outcome
 from kvtide.store import Lower, Store
 from kvtide.testing.blocks import chain_keys, pattern, shelf
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.disk.files import RawFile
 from kvtide.tiers.disk.folder import DATA, INDEX
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome
 
 HERE = shelf()
 LAYOUT = Layout(layers=1, pages=1, page_tokens=16, page_bytes=8192)

@@ -17,8 +17,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvtide.config import SpillWhen
 from kvtide.deadline import NEVER, Deadline
-from kvtide.frame import Memory
 from kvtide.keys import Address, Digest
+from kvtide.layout import Memory
+from kvtide.outcome import Outcome
 from kvtide.store import Lower
 from kvtide.testing.faults import FailingDevice, FaultyTier
 from kvtide.testing.store_machine import CHAIN_BLOCKS, LINES, Order, StoreMachine, make_store_machine
@@ -27,7 +28,7 @@ from kvtide.tiers.disk.folder import DATA, INDEX
 from kvtide.tiers.disk.index import RECORD_BYTES, RECORDS_AT
 from kvtide.tiers.disk.room import BYTES_MIN
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome, Tier
+from kvtide.tiers.tier import Tier
 
 
 def disk_below(folder: Path, device: FailingDevice, spill_when: SpillWhen) -> list[Lower]:

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtide.frame import NO_PARENT
-from kvtide.keys import Address, Key, Shelf
+from kvtide.keys import NO_PARENT, Address, Key, Shelf
 from kvtide.policy.leaf_lru import LeafLru
 from kvtide.policy.policy import NO_ROW, Rows
 from kvtide.testing import blocks

@@ -31,6 +31,7 @@ from xxhash import xxh3_64_intdigest
 from kvtide.errors import ConfigError, FolderForeign, FolderOwned, MediumFailed
 from kvtide.frame import HEADER_BYTES, Frame
 from kvtide.keys import Address, Key
+from kvtide.outcome import Outcome
 from kvtide.testing import blocks
 from kvtide.testing.tier_suite import TierSuite
 from kvtide.testing.tier_suite.tools import (
@@ -68,7 +69,6 @@ from kvtide.tiers.disk.index import (
     shelf_record,
 )
 from kvtide.tiers.disk.room import BYTES_MIN
-from kvtide.tiers.tier import Outcome
 
 THROTTLED, ERROR, TIMEOUT = Outcome.THROTTLED, Outcome.ERROR, Outcome.TIMEOUT
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvtide.errors import ConfigError
-from kvtide.frame import HEADER_BYTES, NO_PARENT
-from kvtide.keys import Address
+from kvtide.frame import HEADER_BYTES
+from kvtide.keys import NO_PARENT, Address
 from kvtide.testing import blocks
 from kvtide.testing.tier_suite import TierSuite
 from kvtide.testing.tier_suite.tools import (
@@ -71,8 +71,9 @@ def test_slots_are_page_aligned_and_do_not_overlap(tier: DramTier) -> None:
     ranges = sorted((int(tier.table.offset[row]), int(tier.table.extent[row])) for row in rows)
     assert all(offset % 4096 == 0 for offset, _ in ranges)
     assert all(a + size <= b for (a, size), (b, _) in pairwise(ranges))
-    assert [len(memory) for memory in tier.payloads(rows)] == [10_000 - HEADER_BYTES] * 5 + [20_000 - HEADER_BYTES]
-    for row, payload in zip(rows, tier.payloads(rows), strict=True):
+    payloads = tier.slots(np.array(rows)).views()
+    assert [len(memory) for memory in payloads] == [10_000 - HEADER_BYTES] * 5 + [20_000 - HEADER_BYTES]
+    for row, payload in zip(rows, payloads, strict=True):
         payload[:] = row + 1
         assert (tier.payload(row) == row + 1).all()
 

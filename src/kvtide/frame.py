@@ -36,27 +36,23 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvtide.errors import BadChecksum, BadField, BadMagic, BadVersion, Misplaced, MissingExtra, Truncated
-from kvtide.keys import Address, Digest, Key, Part, Shelf
+from kvtide.keys import NO_PARENT, Address, Digest, Key, Part, Shelf
+from kvtide.layout import Memory
 
 try:
     from xxhash import xxh3_128_digest
 except ImportError as error:  # the engine side never needs frames, so xxhash is an extra
     raise MissingExtra("frames need the package xxhash: pip install 'kvtide[serve]'") from error
 
-Memory: TypeAlias = npt.NDArray[np.uint8]
-
 MAGIC = b"kvtide\r\n"
 VERSION = 1
 HEADER_BYTES = 4096
 PAYLOAD_BYTES_MAX = 1 << 40
-NO_PARENT = Key(bytes(32))
 NO_CODECS = (0, 0, 0, 0)
 
 _FIELDS = struct.Struct("<8sHHI32s32sII32s32s32s16s4H3IIQQ16s")

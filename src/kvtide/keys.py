@@ -58,6 +58,9 @@ EXTRA_DIGEST_BYTES_MAX: Final = 255
 # payload, a new rule of the chain. It is part of every namespace, so old blocks become misses.
 FORMAT_VERSION: Final = 1
 
+# Stands where the parent of a chain's first block would stand.
+NO_PARENT: Final = Key(bytes(KEY_BYTES))
+
 # Stands in for a tenant's secret where there is one user and nobody to hide from. It is public: roots made
 # from it separate namespaces and scopes, and protect nothing.
 PUBLIC_SECRET: Final = b"kvtide: one user, no tenants, no secret"

@@ -12,12 +12,14 @@ Owns sizes and views; copies nothing, and does not know what stands inside a pag
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.errors import ConfigError
+
+Memory: TypeAlias = npt.NDArray[np.uint8]  # a piece of an arena or of a buffer
 
 # Large enough that a medium streams rather than seeks, small enough that a prompt has several of them.
 TARGET_BYTES: Final = 4 * 2**20

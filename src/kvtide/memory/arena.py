@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from kvtide.errors import ConfigError
-from kvtide.frame import Memory
+from kvtide.layout import Memory
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from kvtide.config import Settings
 from kvtide.store.store import Lower, Store, StoreStats
-from kvtide.store.tickets import Fetched, Match, Plan, Reservation, Ticket
+from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Ticket
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.dram import DramTier
 
-__all__ = ["Fetched", "Lower", "Match", "Plan", "Reservation", "Store", "StoreStats", "Ticket", "open_store"]
+__all__ = ["Fetched", "Leased", "Lower", "Match", "Plan", "Reservation", "Store", "StoreStats", "Ticket", "open_store"]
 
 
 def open_store(settings: Settings | None = None) -> Store:

@@ -21,9 +21,10 @@ from kvtide.deadline import Deadline
 from kvtide.frame import decode_header
 from kvtide.keys import Address, Key, Shelf
 from kvtide.observe.fault_log import FaultLog
+from kvtide.outcome import Outcome
 from kvtide.policy.policy import NO_ROW
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome, Tier
+from kvtide.tiers.tier import Tier
 
 faults = FaultLog(logging.getLogger(__name__))
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtide.frame import HEADER_BYTES, Header, Memory
+from kvtide.frame import HEADER_BYTES, Header
 from kvtide.keys import Key, Shelf
 from kvtide.layout import Layout
 from kvtide.memory.arena import round_up
 from kvtide.memory.leases import Lease, Use
+from kvtide.outcome import Outcome
 from kvtide.policy.policy import NO_ROW
-from kvtide.store.tickets import Reservation
+from kvtide.tickets import Reservation
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome
 
 
 class Saves:
@@ -55,11 +55,7 @@ class Saves:
         for i in wanted[len(taken) :]:
             outcomes[i] = Outcome.REJECTED
         self.rejected += len(wanted) - len(taken)
-        slots: list[Memory | None] = [*self._dram.payloads(taken)]
-        if len(taken) < len(keys):
-            given = iter(slots)
-            slots = [None if row == NO_ROW else next(given) for row in rows]
-        return Reservation(shelf, keys, outcomes, slots, rows)
+        return Reservation(shelf, keys, outcomes, self._dram.slots(np.array(taken, np.int64)), rows)
 
     def lease(self, reservation: Reservation, holder: int, expires_at_s: float) -> Lease | None:
         """The lease on a reservation's slots; None when it has none."""

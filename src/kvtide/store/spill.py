@@ -22,9 +22,10 @@ from kvtide.deadline import Deadline
 from kvtide.frame import Frame
 from kvtide.keys import Shelf
 from kvtide.observe.fault_log import FaultLog
+from kvtide.outcome import Outcome
 from kvtide.policy.policy import NO_ROW
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome, Tier
+from kvtide.tiers.tier import Tier
 
 faults = FaultLog(logging.getLogger(__name__))
 
@@ -79,7 +80,7 @@ class Spiller:
 
     def used(self, rows: list[int]) -> None:
         """These were fetched: each has now been used at least twice. What the queue had no room for gets its chance."""
-        if self._when != "evict":
+        if self._when != "evict" and not self._is_below.issuperset(rows):
             for row in rows:
                 self._enqueue(row)
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,21 +27,30 @@ import numpy.typing as npt
 from kvtide.config import LeaseSettings, SpillWhen
 from kvtide.deadline import Clock, Deadline
 from kvtide.errors import ConfigError, Rejected
-from kvtide.frame import HEADER_BYTES, NO_PARENT
-from kvtide.keys import KEY_BYTES, Digest, Key, Shelf
+from kvtide.frame import HEADER_BYTES
+from kvtide.keys import KEY_BYTES, NO_PARENT, Digest, Key, Shelf
 from kvtide.layout import Layout
 from kvtide.memory.arena import PAGE_BYTES
 from kvtide.memory.leases import Lease, Ledger, Use
+from kvtide.outcome import Outcome
+from kvtide.policy.policy import NO_ROW, Rows
 from kvtide.store.fetches import Fetch, Fetches, Wanted
 from kvtide.store.saves import Saves
 from kvtide.store.spill import Spiller, SpillStats
-from kvtide.store.tickets import Fetched, Match, Plan, Reservation, Ticket
+from kvtide.tenant import Scope, Tenant
+from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Ticket
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome, Tier, TierStats, is_cleared
+from kvtide.tiers.tier import Tier, TierStats, is_cleared
+
+T = TypeVar("T")
 
 _COMPLETED_MAX = 4096  # tickets remembered for the next poll
 _PROBE_ABOVE = 64  # below this many keys, asking for the first one alone saves nothing
 _CLEAR_S = 10.0  # how long `clear` waits for writes under way
+
+
+def _unheard() -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +89,13 @@ class Store:
         lower: Sequence[Lower] = (),
         *,
         leases: LeaseSettings | None = None,
+        tenant: Tenant | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.dram = dram
         self.tiers: list[Tier] = [dram, *(each.tier for each in lower)]
         self._settings = leases or LeaseSettings()
+        self._tenant = tenant or Tenant()
         self._clock = clock
         self._lock = dram.lock
         self._changed = threading.Condition(dram.lock)
@@ -102,6 +113,7 @@ class Store:
         self._fetches = Fetches(dram, [each.tier for each in lower], self._landed)
         dram.on_evict = self._evicted
         dram.on_free = self._freed
+        self.on_complete: Callable[[], None] = _unheard  # hears of every completed ticket, with the lock held
         self._is_closed = False
 
     def _open_tiers(self) -> None:
@@ -125,6 +137,10 @@ class Store:
                     f"{tier.traits.frame_bytes_max:,}: raise it, or choose smaller blocks",
                     tier=tier.traits.name,
                 )
+
+    def open_scope(self, namespace: Digest, name: str = "") -> Ticket[Scope]:
+        """What keys and shelves are derived from: one for each namespace and customer (a `cache_salt`, say)."""
+        return Ticket.done(self._tenant.scope(namespace, name))
 
     # Finding -----------------------------------------------------------------------------------------------
 
@@ -181,7 +197,14 @@ class Store:
         return self._fetch(plan, shelf, Use.PIN, ttl_s, deadline_s, holder)
 
     def _fetch(
-        self, plan: Plan, shelf: Shelf | None, use: Use, lease_s: float, deadline_s: float | None, holder: int
+        self,
+        plan: Plan,
+        shelf: Shelf | None,
+        use: Use,
+        lease_s: float,
+        deadline_s: float | None,
+        holder: int,
+        on_fetched: Callable[[], None] = _unheard,
     ) -> Ticket[Fetched]:
         if not plan.match.shelves:
             return Ticket.done(Fetched(0, 0, None))
@@ -201,6 +224,7 @@ class Store:
                 if use is Use.PIN:
                     self._pinned_bytes -= planned_bytes
                 self._complete(ticket, self._leased(fetch, plan, use, lease_s, holder))
+                on_fetched()
 
             self._fetches.start(wanted, deadline, holder, on_done)
         return ticket
@@ -211,18 +235,92 @@ class Store:
         pinned_bytes = self._pinned_bytes + planned_bytes
         return use is not Use.PIN or pinned_bytes <= self._settings.pinned_share * self.dram.bytes_max
 
+    def match_and_lease(
+        self,
+        shelves: Sequence[Shelf],
+        keys: Sequence[Key],
+        *,
+        first_page: int = 0,
+        pages_per_block: int = 1,
+        deadline_s: float | None = None,
+        holder: int = 0,
+    ) -> Ticket[Leased]:
+        """`match`, `plan` and `fetch` of every shelf in one call: what an engine asks for each request.
+
+        `release` each of the fetched ones; what one shelf brought and another did not is among them.
+        """
+        keys, shelves = tuple(keys), tuple(shelves)
+        leased = self._lease_here(shelves, keys, first_page, pages_per_block, holder)
+        if leased is not None:
+            return Ticket.done(leased)
+        match = self.match(shelves, keys).result
+        plan = self.plan(match, first_page=first_page, pages_per_block=pages_per_block)
+        if plan.first_block == plan.end_block:
+            return Ticket.done(Leased(match.blocks, plan.first_block, tuple(Fetched(0, 0, None) for _ in shelves)))
+        ticket: Ticket[Leased] = Ticket()
+        with self._lock:  # nothing lands in between, so the last to arrive sees all of them
+            parts: list[Ticket[Fetched]] = []
+
+            def on_done() -> None:
+                if len(parts) == len(shelves) and all(part.is_done for part in parts) and not ticket.is_done:
+                    fetched = tuple(part.result for part in parts)
+                    self._complete(ticket, Leased(match.blocks, plan.first_block, fetched))
+
+            for shelf in shelves:
+                lease_s = self._settings.lease_s
+                parts.append(self._fetch(plan, shelf, Use.READ, lease_s, deadline_s, holder, on_done))
+            on_done()
+        return ticket
+
+    def _lease_here(
+        self, shelves: tuple[Shelf, ...], keys: tuple[Key, ...], first_page: int, pages_per_block: int, holder: int
+    ) -> Leased | None:
+        """The whole of a request at once, when all of it is in DRAM and may be leased."""
+        first_block, page = divmod(first_page, pages_per_block)
+        table = self.dram.table
+        with self._lock:
+            self._tidy()
+            found = [table.find(shelf, keys) for shelf in shelves]
+            if not found or first_block >= len(keys) or any((rows == NO_ROW).any() for rows in found):
+                return None
+            found = [rows[first_block:] for rows in found]
+            sizes = [int(table.extent[rows].sum()) for rows in found]
+            if sum(sizes) > self._request_bytes_max or not self._may_take(sum(sizes), Use.READ, holder):
+                return None
+            self._asked += len(keys)
+            self._matched += len(keys)
+            expires_at_s = self._clock() + self._settings.lease_s
+            fetched = []
+            for rows, size in zip(found, sizes, strict=True):
+                self.dram.hold(rows)
+                table.policy.touch(rows)
+                fetched.append(self._lease(rows, size, page, Use.READ, expires_at_s, holder))
+            return Leased(len(keys), first_block, tuple(fetched))
+
     def _leased(self, fetch: Fetch, plan: Plan, use: Use, lease_s: float, holder: int) -> Fetched:
         if not fetch.rows:
             return Fetched(0, 0, None, outcome=fetch.outcome)
         rows = np.array(fetch.rows, np.int64)
         size = int(self.dram.table.extent[rows].sum())
-        lease = Lease(use, holder, rows, size, self._clock() + lease_s)
+        return self._lease(rows, size, plan.first_page, use, self._clock() + lease_s, holder, fetch.outcome)
+
+    def _lease(
+        self,
+        rows: Rows,
+        size: int,
+        first_page: int,
+        use: Use,
+        expires_at_s: float,
+        holder: int,
+        outcome: Outcome = Outcome.HIT,
+    ) -> Fetched:
+        lease = Lease(use, holder, rows, size, expires_at_s)
         self._ledger.add(lease)
         if use is Use.PIN:
             self._pinned_bytes += size
         for spiller in self._spillers:
-            spiller.used(fetch.rows)
-        return Fetched(len(rows), plan.first_page, lease, self.dram.payloads(fetch.rows), fetch.outcome)
+            spiller.used(rows.tolist())
+        return Fetched(len(rows), first_page, lease, self.dram.slots(rows), outcome)
 
     def release(self, fetched: Fetched) -> None:
         """Give a fetch's or a pin's lease back. Its payloads may change from now on. Twice is once."""
@@ -331,10 +429,11 @@ class Store:
             self._pinned_bytes -= lease.size_bytes
         self.dram.release(lease.rows)
 
-    def _complete(self, ticket: Ticket[Fetched], result: Fetched) -> None:
+    def _complete(self, ticket: Ticket[T], result: T) -> None:
         ticket.complete(result)
         self._completed.append(ticket)
         self._changed.notify_all()
+        self.on_complete()
 
     def _published(self, rows: list[int]) -> None:
         for spiller in self._spillers:

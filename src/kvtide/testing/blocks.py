@@ -7,8 +7,9 @@ from hashlib import sha256
 
 import numpy as np
 
-from kvtide.frame import HEADER_BYTES, NO_PARENT, Frame, Header, Memory
-from kvtide.keys import Address, Digest, Key, Part, Shelf, scope_digest, tenant_digest
+from kvtide.frame import HEADER_BYTES, Frame, Header
+from kvtide.keys import NO_PARENT, Address, Digest, Key, Part, Shelf, scope_digest, tenant_digest
+from kvtide.layout import Memory
 
 _PATTERN_BYTES = 1 << 16
 

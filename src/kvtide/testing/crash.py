@@ -40,6 +40,7 @@ import kvtide
 from kvtide.frame import HEADER_BYTES, Header
 from kvtide.keys import Address
 from kvtide.memory.arena import round_up
+from kvtide.outcome import Outcome
 from kvtide.testing import crash_worker
 from kvtide.testing.crash_worker import (
     ANY_TIME,
@@ -66,7 +67,7 @@ from kvtide.testing.crash_worker import (
     shelf_of,
 )
 from kvtide.tiers.disk import DiskTier
-from kvtide.tiers.tier import Outcome, Tier
+from kvtide.tiers.tier import Tier
 
 BYTES_MAX = 4 << 20
 _FAILURES_MAX = 20

@@ -34,14 +34,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from kvtide.frame import HEADER_BYTES, NO_PARENT, Frame, Header, Memory
-from kvtide.keys import Address, Shelf
+from kvtide.frame import HEADER_BYTES, Frame, Header
+from kvtide.keys import NO_PARENT, Address, Shelf
+from kvtide.layout import Memory
+from kvtide.outcome import Outcome
 from kvtide.testing.blocks import chain_keys, header, pattern, shelf
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.disk.files import RawFile, aligned_memory
 from kvtide.tiers.disk.folder import DATA
 from kvtide.tiers.disk.index import RECORDS_AT
-from kvtide.tiers.tier import Outcome
 
 ANY_TIME = "at any time"
 NEW_FOLDER, IN_OPEN, IN_CLOSE = "new folder", "in open", "in close"

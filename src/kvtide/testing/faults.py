@@ -22,10 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.deadline import NEVER, Deadline
-from kvtide.frame import Frame, Memory
+from kvtide.frame import Frame
 from kvtide.keys import Address, Digest, Key, Shelf
+from kvtide.layout import Memory
+from kvtide.outcome import Outcome
 from kvtide.tiers.disk.files import RawFile
-from kvtide.tiers.tier import Outcome, Tier, TierStats
+from kvtide.tiers.tier import Tier, TierStats
 
 PATIENCE_S = 60.0
 

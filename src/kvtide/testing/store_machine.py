@@ -28,18 +28,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtide.config import LeaseSettings
 from kvtide.errors import MediumFailed
-from kvtide.frame import HEADER_BYTES, NO_PARENT, Memory
-from kvtide.keys import Address, Key, Part, Shelf
-from kvtide.layout import Layout
+from kvtide.frame import HEADER_BYTES
+from kvtide.keys import NO_PARENT, Address, Key, Part, Shelf
+from kvtide.layout import Layout, Memory
 from kvtide.memory.arena import round_up
 from kvtide.memory.leases import Lease
+from kvtide.outcome import Outcome
 from kvtide.store.store import Lower, Store
-from kvtide.store.tickets import Fetched, Match, Plan, Reservation, Ticket
 from kvtide.testing.blocks import chain_keys, pattern
 from kvtide.testing.blocks import shelf as make_shelf
 from kvtide.testing.faults import FailingDevice, FaultyTier, Op, VirtualClock, When
+from kvtide.tickets import Fetched, Match, Plan, Reservation, Ticket
 from kvtide.tiers.dram import DramTier
-from kvtide.tiers.tier import Outcome, Tier, is_cleared
+from kvtide.tiers.tier import Tier, is_cleared
 
 HIT, MISS, PENDING, REJECTED = Outcome.HIT, Outcome.MISS, Outcome.PENDING, Outcome.REJECTED
 _FAILURES = [Outcome.ERROR, Outcome.TIMEOUT, Outcome.THROTTLED, Outcome.REJECTED, Outcome.MISS]

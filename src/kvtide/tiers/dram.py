@@ -19,14 +19,17 @@ import numpy.typing as npt
 
 from kvtide.deadline import NEVER, Deadline
 from kvtide.errors import Closed, ConfigError
-from kvtide.frame import HEADER_BYTES, Frame, Header, Memory
+from kvtide.frame import HEADER_BYTES, Frame, Header
 from kvtide.keys import Address, Digest, Key, Shelf
+from kvtide.layout import Memory
 from kvtide.memory.arena import PAGE_BYTES, Arena, round_up
+from kvtide.outcome import Outcome
 from kvtide.policy.leaf_lru import LeafLru
 from kvtide.policy.policy import NO_ROW, Policy, Rows
+from kvtide.tickets import Slots
 from kvtide.tiers.space import Space
 from kvtide.tiers.table import BlockTable
-from kvtide.tiers.tier import Outcome, Tier, TierStats, Traits
+from kvtide.tiers.tier import Tier, TierStats, Traits
 
 
 class DramTier(Tier):
@@ -131,12 +134,10 @@ class DramTier(Tier):
     def payload(self, row: int) -> Memory:
         return self.memory(row)[HEADER_BYTES:]
 
-    def payloads(self, rows: list[int]) -> list[Memory]:
-        """The payloads of many rows: what an engine copies to and from."""
-        memory = self.arena.memory
-        at = np.array(rows, np.int64)
-        starts, sizes = self.table.offset[at].tolist(), self.table.frame_bytes[at].tolist()
-        return [memory[at + HEADER_BYTES : at + size] for at, size in zip(starts, sizes, strict=True)]
+    def slots(self, rows: Rows) -> Slots:
+        """Where the payloads of many rows stand: what an engine copies to and from."""
+        offsets, sizes = self.table.offset[rows] + HEADER_BYTES, self.table.frame_bytes[rows] - HEADER_BYTES
+        return Slots(self.arena.memory, offsets, sizes)
 
     def reclaim(self, free_bytes: int) -> list[int]:
         """Withdraw the blocks that would leave next until that much is free or leaving; the caller holds them."""

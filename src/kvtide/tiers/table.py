@@ -14,8 +14,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.frame import NO_PARENT
-from kvtide.keys import Address, Digest, Key, Part, Shelf
+from kvtide.keys import NO_PARENT, Address, Digest, Key, Part, Shelf
 from kvtide.policy.policy import NO_ROW, Held, Policy, Rows
 from kvtide.tiers.tier import is_cleared
 

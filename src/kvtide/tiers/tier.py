@@ -11,27 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.deadline import NEVER, Deadline
-from kvtide.frame import Frame, Memory
+from kvtide.frame import Frame
 from kvtide.keys import Address, Digest, Key, Shelf
-
-
-class Outcome(Enum):
-    """What became of one address of a batch. The set is closed."""
-
-    HIT = "hit"  # read: the frame is in the caller's memory, verified; write: it is on the medium
-    MISS = "miss"
-    PENDING = "pending"  # somebody else is writing it just now
-    REJECTED = "rejected"  # no room, or larger than the medium takes
-    THROTTLED = "throttled"  # a budget is spent
-    CORRUPT = "corrupt"  # it was there and damaged; it is gone now
-    TIMEOUT = "timeout"  # the deadline passed before the medium was asked
-    ERROR = "error"  # the medium failed
+from kvtide.layout import Memory
+from kvtide.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,15 @@ import numpy as np
 from kvtide.bench.case import GIGABYTES_PER_SECOND, Case, Setting, Trial
 from kvtide.bench.store.dram import BLOCKS, LAYOUT, SLOT_BYTES, engine_pages, fresh_keys, load, save
 from kvtide.config import DiskSettings, DramSettings, Settings
-from kvtide.frame import NO_PARENT, Frame, Header, Memory
-from kvtide.keys import Address
+from kvtide.frame import Frame, Header
+from kvtide.keys import NO_PARENT, Address
+from kvtide.layout import Memory
 from kvtide.memory.arena import Arena
+from kvtide.outcome import Outcome
 from kvtide.store import open_store
 from kvtide.testing.blocks import shelf
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.disk.files import RawFile, supports_direct
-from kvtide.tiers.tier import Outcome
 
 _THREADS = 4
 _SHELF = shelf("bench")

@@ -15,9 +15,9 @@ import numpy as np
 
 from kvtide.bench.case import GIGABYTES_PER_SECOND, Case, Measured, Setting, Trial
 from kvtide.config import DramSettings, Settings
-from kvtide.frame import HEADER_BYTES, Memory
+from kvtide.frame import HEADER_BYTES
 from kvtide.keys import Key
-from kvtide.layout import Layout
+from kvtide.layout import Layout, Memory
 from kvtide.memory.arena import Arena
 from kvtide.store import Store, open_store
 from kvtide.testing.blocks import chain_keys, shelf

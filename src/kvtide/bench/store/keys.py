@@ -11,8 +11,7 @@ import numpy as np
 
 from kvtide.bench.case import MILLISECONDS, Case, Setting, Trial
 from kvtide.config import DramSettings, Settings
-from kvtide.frame import NO_PARENT
-from kvtide.keys import Key, chain
+from kvtide.keys import NO_PARENT, Key, chain
 from kvtide.layout import Layout
 from kvtide.store import Store, open_store
 from kvtide.testing.blocks import chain_keys, shelf

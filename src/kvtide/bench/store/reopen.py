@@ -21,12 +21,12 @@ from tempfile import mkdtemp
 import numpy as np
 
 from kvtide.bench.case import SECONDS, Case, Measured, Setting, Trial, Unit
-from kvtide.frame import HEADER_BYTES, NO_PARENT, Frame, Header
-from kvtide.keys import Key, Shelf
+from kvtide.frame import HEADER_BYTES, Frame, Header
+from kvtide.keys import NO_PARENT, Key, Shelf
+from kvtide.outcome import Outcome
 from kvtide.testing.blocks import chain_keys, shelf
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.disk.files import aligned_memory
-from kvtide.tiers.tier import Outcome
 
 _BLOCKS = 1_000_000
 _CHAIN = 64

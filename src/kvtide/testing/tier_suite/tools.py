@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from kvtide.deadline import NEVER, Deadline
-from kvtide.frame import HEADER_BYTES, Frame, Memory, payload_checksum, verify
+from kvtide.frame import HEADER_BYTES, Frame, payload_checksum, verify
 from kvtide.keys import Address, Part, Shelf
+from kvtide.layout import Memory
+from kvtide.outcome import Outcome
 from kvtide.testing import blocks
-from kvtide.tiers.tier import Outcome, Tier
+from kvtide.tiers.tier import Tier
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtide.frame import Memory
+from kvtide.layout import Memory
 from kvtide.memory.arena import round_up
 from kvtide.tiers.disk.files import ALIGNMENT, RawFile, Staging
 

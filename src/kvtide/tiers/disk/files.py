@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtide.frame import Memory
+from kvtide.layout import Memory
 
 ALIGNMENT = 4096
 

@@ -36,8 +36,8 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from kvtide.errors import ConfigError
-from kvtide.frame import Memory
 from kvtide.keys import Key, Shelf
+from kvtide.layout import Memory
 from kvtide.tiers.disk.files import ALIGNMENT, RawFile
 
 log = logging.getLogger(__name__)

@@ -31,10 +31,12 @@ import numpy.typing as npt
 
 from kvtide.deadline import NEVER, Deadline
 from kvtide.errors import Closed, ConfigError, Damaged, MediumFailed, Truncated
-from kvtide.frame import NO_PARENT, Frame, Header, Memory, verify
-from kvtide.keys import Address, Digest, Key, Shelf
+from kvtide.frame import Frame, Header, verify
+from kvtide.keys import NO_PARENT, Address, Digest, Key, Shelf
+from kvtide.layout import Memory
 from kvtide.memory.arena import round_up
 from kvtide.observe.fault_log import FaultLog
+from kvtide.outcome import Outcome
 from kvtide.policy.leaf_lru import LeafLru
 from kvtide.policy.policy import NO_ROW, Policy
 from kvtide.tiers.disk import recovery
@@ -44,7 +46,7 @@ from kvtide.tiers.disk.files import ALIGNMENT, RawFile, supports_direct
 from kvtide.tiers.disk.folder import DATA, INDEX, Folder
 from kvtide.tiers.disk.index import IndexFile, block_records
 from kvtide.tiers.disk.room import BYTES_MIN, Room, frame_bytes_max, index_step_bytes
-from kvtide.tiers.tier import Outcome, Tier, TierStats, Traits, is_cleared
+from kvtide.tiers.tier import Tier, TierStats, Traits, is_cleared
 
 faults = FaultLog(logging.getLogger(__name__))
 

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store's calls return at once, and what they turn into."""
+"""What the calls of a store, or of a client of one, return at once, and what they turn into."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.frame import Memory
 from kvtide.keys import Key, Shelf
+from kvtide.layout import Memory
 from kvtide.memory.leases import Lease
-from kvtide.tiers.tier import Outcome
+from kvtide.outcome import Outcome
 
 T = TypeVar("T")
 
 
 class Ticket(Generic[T]):
-    """A result that may still be under way. `Store.poll` and `Store.wait` complete it; nothing else blocks."""
+    """A result that may still be under way. `poll` and `wait` complete it; nothing else blocks."""
 
     __slots__ = ("_result", "is_done")
 
@@ -69,18 +70,53 @@ class Plan:
         return self.match.keys[self.first_block : self.end_block]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """Where payloads stand in an arena. Numbers, so that they can be handed to whoever maps the same arena."""
+
+    arena: Memory
+    offsets: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+    def views(self) -> list[Memory]:
+        arena = self.arena
+        ends = (self.offsets + self.sizes).tolist()
+        return [arena[start:end] for start, end in zip(self.offsets.tolist(), ends, strict=True)]
+
+
+NO_SLOTS = Slots(np.empty(0, np.uint8), np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+@dataclass(eq=False)
 class Fetched:
     """Blocks in DRAM, in order, from the plan's first on. Yours to read until the lease is released."""
 
     blocks: int
     first_page: int
     lease: Lease | None
-    payloads: list[Memory] = field(default_factory=list)
+    slots: Slots = NO_SLOTS
     outcome: Outcome = Outcome.HIT  # otherwise: why the blocks after the last one are not here
 
+    @cached_property
+    def payloads(self) -> list[Memory]:
+        return self.slots.views()
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leased:
+    """A match, and what of it is leased in DRAM: one Fetched for each shelf."""
+
+    matched_blocks: int
+    first_block: int
+    fetched: tuple[Fetched, ...]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks, from `first_block` on, are here with every part."""
+        return min((each.blocks for each in self.fetched), default=0)
+
+
+@dataclass(eq=False)
 class Reservation:
     """Slots to fill. An outcome for each key: MISS, here is a slot; HIT, it is there already; PENDING,
     somebody else fills it; REJECTED, no room. `payloads[i]` is the slot of `keys[i]`, or None."""
@@ -88,6 +124,11 @@ class Reservation:
     shelf: Shelf
     keys: Sequence[Key]
     outcomes: list[Outcome]
-    payloads: list[Memory | None]
+    slots: Slots  # of those keys that got one, in their order
     rows: list[int]  # parallel to the keys, NO_ROW without a slot
     lease: Lease | None = None
+
+    @cached_property
+    def payloads(self) -> list[Memory | None]:
+        views = iter(self.slots.views())
+        return [next(views) if outcome is Outcome.MISS else None for outcome in self.outcomes]
