@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from kvtide.errors import ConfigError
+from kvtide.machine import memory_available_bytes
 from kvtide.memory import arena as arena_module
-from kvtide.memory.arena import PAGE_BYTES, Arena, memory_available_bytes, round_up
+from kvtide.memory.arena import PAGE_BYTES, Arena, round_up
 
 MIB = 1 << 20
 
@@ -79,21 +80,9 @@ def test_more_memory_than_there_is_is_refused_with_the_setting_to_change() -> No
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine whose files under /proc and /sys are in this folder."""
+    """A machine whose files under /sys are in this folder."""
     monkeypatch.setattr(arena_module, "Path", lambda path: tmp_path / Path(path).name)
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1048576 kB\n")
     return tmp_path
-
-
-def test_a_container_that_allows_less_than_the_machine_has_is_believed(machine: Path) -> None:
-    assert memory_available_bytes() == 1 << 30
-    (machine / "memory.max").write_text("300000000\n")
-    (machine / "memory.current").write_text("100000000\n")
-    assert memory_available_bytes() == 200_000_000
-    (machine / "memory.current").write_text("400000000\n")
-    assert memory_available_bytes() == 0
-    (machine / "memory.max").write_text("max\n")
-    assert memory_available_bytes() == 1 << 30
 
 
 def test_closing_leaves_views_that_somebody_holds() -> None:

@@ -8,7 +8,17 @@ import pytest
 from kvtide.policy import leaf_lru
 from kvtide.policy.leaf_lru import LeafLru
 from kvtide.policy.policy import NO_ROW
-from kvtide.testing.policy_suite import PolicyMachine, PolicySuite, chains, held_of, insert, rows_of, run_machine
+from kvtide.testing.policy_suite import (
+    ALL_BYTES,
+    Givers,
+    PolicyMachine,
+    PolicySuite,
+    chains,
+    held_of,
+    insert,
+    rows_of,
+    run_machine,
+)
 
 
 class LruMachine(PolicyMachine):
@@ -30,15 +40,20 @@ class LruMachine(PolicyMachine):
     def hold(self, data: object) -> None:
         """Not here."""
 
-    def expected(self, need_bytes: int) -> list[int]:
+    def expected(self, need_bytes: int, givers: Givers) -> list[int]:
         parent, victims = dict(self.model.parent), []
-        while sum(self.model.size[row] for row in victims) < need_bytes:
-            leaves = set(parent) - set(parent.values())
-            if not leaves:
-                return []
-            victims.append(min(leaves, key=self.used.__getitem__))
-            del parent[victims[-1]]
-        return victims
+        size, pool_of = self.model.size, self.model.pool
+        for pool, most_bytes in givers:
+            given = 0
+            while sum(size[row] for row in victims) < need_bytes:
+                leaves = {row for row in set(parent) - set(parent.values()) if pool_of[row] == pool}
+                oldest = min(leaves, key=self.used.__getitem__, default=NO_ROW)
+                if oldest == NO_ROW or given + size[oldest] > most_bytes:
+                    break
+                victims.append(oldest)
+                given += size[oldest]
+                del parent[oldest]
+        return victims if sum(size[row] for row in victims) >= need_bytes else []
 
 
 class TestLeafLru(PolicySuite):
@@ -78,3 +93,20 @@ class TestLeafLru(PolicySuite):
         assert policy.evict(10, held_of(1)) == [2]
         policy.remove(rows_of(1))
         assert policy.evict(10, held_of()) == [0]
+
+    def test_a_scan_of_one_pool_leaves_what_it_knows_of_others(
+        self, policy: LeafLru, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(leaf_lru, "_SCAN_VICTIMS", 2)
+        for row in range(20):
+            insert(policy, (row, NO_ROW), pool=row % 2)
+        for row in range(0, 20, 2):
+            assert policy.evict(10, held_of(), [(0, ALL_BYTES)]) == [row]
+            assert policy.evict(10, held_of(), [(1, ALL_BYTES)]) == [row + 1]
+
+    def test_a_pool_that_may_give_no_whole_block_is_asked_again_later(self, policy: LeafLru) -> None:
+        insert(policy, *((row, NO_ROW) for row in range(4)), pool=1)
+        for _ in range(3):
+            assert policy.evict(10, held_of(), [(1, 9)]) == []
+        assert policy.evict(20, held_of(0), [(1, 20)]) == [1, 2]
+        assert sorted(policy.evict(20, held_of(), [(1, ALL_BYTES)])) == [0, 3]

@@ -46,8 +46,8 @@ class SignallingDram(DramTier):
         super().__init__(bytes_max, huge_pages=huge_pages)
         self.is_cleared = threading.Event()
 
-    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
-        count = super().clear(namespace=namespace, tenant=tenant)
+    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None, prefix: Key | None = None) -> int:
+        count = super().clear(namespace=namespace, tenant=tenant, prefix=prefix)
         self.is_cleared.set()
         return count
 
@@ -591,7 +591,7 @@ def test_a_fetch_of_one_block_twice_is_harmless(rig: Rig) -> None:
 def test_a_prefetch_brings_blocks_up_without_a_lease(rig: Rig) -> None:
     rig.save()
     rig.cool(KEYS[1:])
-    assert rig.store.prefetch(rig.plan()) == 6
+    assert rig.store.prefetch(rig.plan()).result == 6
     assert_right(fetch(rig.store, HERE, KEYS))
     assert rig.in_dram() == 6
     assert set(rig.disk.reads.values()) == {1}
@@ -604,8 +604,8 @@ def test_a_prefetch_shares_flights_in_both_directions(rig: Rig) -> None:
     with rig.disk.gate("read") as gate:
         ticket = rig.store.fetch(rig.plan(KEYS[:3]), deadline_s=1.0)
         gate.wait_reached()
-        assert rig.store.prefetch(rig.plan()) == 6
-        assert rig.store.prefetch(rig.plan()) == 6
+        assert rig.store.prefetch(rig.plan()).result == 6
+        assert rig.store.prefetch(rig.plan()).result == 6
         rig.clock.advance(1.0)
         rig.store.poll()
         assert ticket.result.outcome is TIMEOUT
@@ -618,7 +618,7 @@ def test_a_prefetch_takes_only_the_room_there_is(rigs: Callable[..., Rig]) -> No
     rig.save(KEYS[:4])
     rig.cool()
     held = [rig.store.reserve(HERE, chain_keys(name, 3), LAYOUT).result for name in range(2)]
-    assert rig.store.prefetch(rig.plan()) == 2
+    assert rig.store.prefetch(rig.plan()).result == 2
     fetched = fetch(rig.store, HERE, KEYS[:2])
     assert_right(fetched, KEYS[:2])
     assert all(outcome is MISS for each in held for outcome in each.outcomes)
@@ -629,7 +629,7 @@ def test_a_prefetch_of_what_is_gone_ends_there(rig: Rig) -> None:
     plan = rig.plan()
     rig.disk.delete([Address(HERE, KEYS[4])])
     rig.cool([KEYS[4]])
-    assert rig.store.prefetch(plan) == 4
+    assert rig.store.prefetch(plan).result == 4
 
 
 def test_pinned_blocks_stay_until_their_time_is_over(rigs: Callable[..., Rig]) -> None:
@@ -730,13 +730,13 @@ def test_a_block_that_is_only_below_may_be_saved_again(rig: Rig) -> None:
 def test_nobody_sees_a_block_before_it_is_published(rig: Rig) -> None:
     reservation = reserved(rig)
     assert matched(rig.store, HERE, KEYS).blocks == 0
-    assert rig.store.publish(reservation) == [HIT] * 6
+    assert rig.store.publish(reservation).result == [HIT] * 6
     assert matched(rig.store, HERE, KEYS).blocks == 6
     assert_right(fetch(rig.store, HERE, KEYS))
 
 
 def test_some_may_be_published_and_the_rest_comes_back(rig: Rig) -> None:
-    assert rig.store.publish(reserved(rig), [0, 1, 4]) == [HIT, HIT, MISS, MISS, HIT, MISS]
+    assert rig.store.publish(reserved(rig), [0, 1, 4]).result == [HIT, HIT, MISS, MISS, HIT, MISS]
     assert matched(rig.store, HERE, KEYS).blocks == 2
     assert rig.used_slots == 3
     assert rig.store.stats().published_blocks == 3
@@ -748,8 +748,8 @@ def test_to_publish_all_is_to_publish_what_was_given(rig: Rig) -> None:
     other = reserved(rig, [*KEYS[:2], KEYS[4]])
     mine = reserved(rig)
     assert mine.outcomes == [HIT, HIT, MISS, MISS, PENDING, MISS]
-    assert rig.store.publish(mine) == [HIT, HIT, HIT, HIT, PENDING, HIT]
-    assert rig.store.publish(other, [2]) == [HIT, HIT, HIT]
+    assert rig.store.publish(mine).result == [HIT, HIT, HIT, HIT, PENDING, HIT]
+    assert rig.store.publish(other, [2]).result == [HIT, HIT, HIT]
     assert_right(fetch(rig.store, HERE, KEYS))
 
 
@@ -757,7 +757,7 @@ def test_when_dram_has_no_more_shelves_a_publish_is_refused(rig: Rig, monkeypatc
     rig.save(KEYS[:2])
     monkeypatch.setattr("kvtide.tiers.table.SHELVES_MAX", 1)
     other = make_shelf("another tenant")
-    assert rig.store.publish(reserved(rig, KEYS[:2], shelf=other)) == [REJECTED] * 2
+    assert rig.store.publish(reserved(rig, KEYS[:2], shelf=other)).result == [REJECTED] * 2
     assert rig.used_slots == 2
     assert matched(rig.store, other, KEYS).blocks == 0
 
@@ -795,7 +795,7 @@ def test_publishing_or_aborting_nothing_does_nothing(rig: Rig) -> None:
     rig.save()
     reservation = rig.store.reserve(HERE, KEYS, LAYOUT).result
     assert (reservation.outcomes, reservation.lease) == ([HIT] * 6, None)
-    assert rig.store.publish(reservation) == [HIT] * 6
+    assert rig.store.publish(reservation).result == [HIT] * 6
     rig.store.abort(reservation)
     assert rig.store.stats().published_blocks == 6
 
@@ -803,7 +803,7 @@ def test_publishing_or_aborting_nothing_does_nothing(rig: Rig) -> None:
 def test_a_reservation_is_published_once(rig: Rig) -> None:
     reservation = reserved(rig)
     rig.store.publish(reservation, [0, 1])
-    assert rig.store.publish(reservation) == [REJECTED] * 6
+    assert rig.store.publish(reservation).result == [REJECTED] * 6
     assert matched(rig.store, HERE, KEYS).blocks == 2
     assert rig.store.stats().stale_publishes == 6
 
@@ -821,7 +821,7 @@ def test_a_block_that_came_up_while_it_was_computed_is_there_once(rig: Rig) -> N
     reservation = reserved(rig)
     assert reservation.outcomes == [MISS] * 6
     assert_right(fetch(rig.store, HERE, KEYS))
-    assert rig.store.publish(reservation) == [HIT] * 6
+    assert rig.store.publish(reservation).result == [HIT] * 6
     assert rig.used_slots == 6
     assert rig.store.stats().published_blocks == 6
 
@@ -831,7 +831,7 @@ def test_a_block_that_was_computed_while_it_came_up_is_there_once(rig: Rig) -> N
     rig.cool()
     with rig.disk.gate("read"):
         ticket = rig.store.fetch(rig.plan())
-        assert rig.store.publish(reserved(rig)) == [HIT] * 6
+        assert rig.store.publish(reserved(rig)).result == [HIT] * 6
     assert_right(rig.arrival(ticket))
     rig.store.release(ticket.result)
     assert rig.used_slots == 6
@@ -884,7 +884,7 @@ def test_a_publish_that_comes_too_late_is_refused(rig: Rig) -> None:
     rig.clock.advance(30.0)
     rig.store.poll()
     assert rig.store.stats().quarantined_bytes == 6 * SLOT
-    assert rig.store.publish(reservation) == [REJECTED] * 6
+    assert rig.store.publish(reservation).result == [REJECTED] * 6
     assert matched(rig.store, HERE, KEYS).blocks == 0
     stats = rig.store.stats()
     assert (stats.stale_publishes, stats.quarantined_bytes, stats.quarantined_total, stats.leases) == (6, 0, 1, 0)
@@ -918,8 +918,8 @@ def test_another_writer_gets_the_address_of_a_silent_one(rig: Rig) -> None:
     rig.clock.advance(30.0)
     quick = reserved(rig, holder=2)
     assert quick.outcomes == [MISS] * 6
-    assert rig.store.publish(silent) == [REJECTED] * 6
-    assert rig.store.publish(quick) == [HIT] * 6
+    assert rig.store.publish(silent).result == [REJECTED] * 6
+    assert rig.store.publish(quick).result == [HIT] * 6
     assert_right(fetch(rig.store, HERE, KEYS))
 
 
@@ -997,11 +997,11 @@ def test_no_call_of_an_engine_waits_for_a_tier_that_hangs(rig: Rig) -> None:
     with rig.disk.gate("read"), rig.disk.gate("write") as writing:
         ticket = rig.store.fetch(rig.plan())
         pin = rig.store.pin(rig.plan(), ttl_s=60.0)
-        assert rig.store.publish(reserved(rig, chain_keys("new", 4))) == [HIT] * 4
+        assert rig.store.publish(reserved(rig, chain_keys("new", 4))).result == [HIT] * 4
         writing.wait_reached()
-        assert rig.store.publish(reserved(rig, chain_keys("newer", 2))) == [HIT] * 2
+        assert rig.store.publish(reserved(rig, chain_keys("newer", 2))).result == [HIT] * 2
         rig.store.abort(reserved(rig, chain_keys("newest", 2)))
-        assert rig.store.prefetch(rig.plan()) == 6
+        assert rig.store.prefetch(rig.plan()).result == 6
         assert matched(rig.store, HERE, KEYS).blocks == 6
         rig.store.check_layout(LAYOUT)
         rig.store.forget(99)
@@ -1043,10 +1043,10 @@ def test_a_reservation_that_was_cleared_is_not_published(rig: Rig) -> None:
     mine, his = reserved(rig, KEYS[:3]), reserved(rig, KEYS[:3], shelf=other)
     rig.store.clear(tenant=HERE.tenant)
     again = reserved(rig, KEYS[:3])
-    assert rig.store.publish(mine) == [REJECTED] * 3
+    assert rig.store.publish(mine).result == [REJECTED] * 3
     assert matched(rig.store, HERE, KEYS).blocks == 0
-    assert rig.store.publish(again) == [HIT] * 3
-    assert rig.store.publish(his) == [HIT] * 3
+    assert rig.store.publish(again).result == [HIT] * 3
+    assert rig.store.publish(his).result == [HIT] * 3
     assert rig.store.stats().stale_publishes == 3
 
 
@@ -1073,7 +1073,7 @@ def test_a_flight_does_not_bring_back_what_was_cleared(rig: Rig, when: str) -> N
         rig.store.clear()
         late = rig.store.fetch(old_plan)
         assert (late.result.blocks, late.result.outcome) == (0, MISS)
-        assert rig.store.prefetch(old_plan) == 0
+        assert rig.store.prefetch(old_plan).result == 0
     fetched = rig.arrival(ticket)
     assert (fetched.blocks, fetched.outcome) == (0, MISS)
     assert matched(rig.store, HERE, KEYS).blocks == 0
@@ -1088,7 +1088,7 @@ def test_a_flight_that_begins_during_a_clear_does_not_bring_blocks_back(rig: Rig
         gate.wait_reached()
         # DRAM has been cleared, the disk not yet.
         ticket = rig.store.fetch(rig.plan())
-        assert rig.store.prefetch(rig.plan()) == 0
+        assert rig.store.prefetch(rig.plan()).result == 0
         fetched = rig.arrival(ticket)
         assert (fetched.blocks, fetched.outcome) == (0, MISS)
         gate.open()
@@ -1233,7 +1233,7 @@ def test_a_closed_store_gives_nothing_and_breaks_nobody(rig: Rig) -> None:
     rig.store.close()
     assert rig.store.fetch(plan).result.outcome is REJECTED
     assert rig.store.pin(plan, ttl_s=1.0).result.outcome is REJECTED
-    assert rig.store.prefetch(plan) == 0
+    assert rig.store.prefetch(plan).result == 0
     assert rig.store.reserve(HERE, chain_keys("later", 2), LAYOUT).result.outcomes == [REJECTED] * 2
     assert_right(leased)
     rig.store.release(leased)
@@ -1250,7 +1250,7 @@ def test_closing_ends_the_fetches_that_wait(rig: Rig) -> None:
             gate.wait_reached(i + 1)
         queued = rig.store.fetch(rig.plan())
         closing = pool.submit(rig.store.close)
-        while rig.store.prefetch(rig.plan([])) or rig.store.fetch(rig.plan([])).result.outcome is not REJECTED:
+        while rig.store.prefetch(rig.plan([])).result or rig.store.fetch(rig.plan([])).result.outcome is not REJECTED:
             threading.Event().wait(0.001)
         gate.open()
         closing.result(60)

@@ -44,7 +44,7 @@ def save(store: Store, keys: Sequence[Key], layout: Layout = LAYOUT, on: Shelf =
     for key, slot in zip(keys, reservation.payloads, strict=True):
         if slot is not None:
             np.copyto(slot, pattern(Address(on, key), layout.payload_bytes))
-    return store.publish(reservation)
+    return store.publish(reservation).result
 
 
 def fetch(store: Store, keys: Sequence[Key], on: Shelf = HERE) -> tuple[int, Outcome]:
@@ -89,7 +89,7 @@ def test_a_list_of_keys_that_grows_after_the_call_does_no_harm(tmp_path: Path) -
         keys = list(KEYS[:2])
         reservation = store.reserve(HERE, keys, LAYOUT).result
         keys += KEYS[2:]
-        assert store.publish(reservation) == [Outcome.HIT] * 2
+        assert store.publish(reservation).result == [Outcome.HIT] * 2
         assert store.stats().leases == 0
         match = store.match([HERE], keys).result
         keys.clear()
@@ -100,7 +100,7 @@ def test_a_match_without_shelves_fetches_nothing(tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         plan = store.plan(store.match([], KEYS).result)
         assert store.fetch(plan).result.blocks == 0
-        assert store.prefetch(plan) == 0
+        assert store.prefetch(plan).result == 0
 
 
 def test_a_block_written_anew_and_shorter_shows_nothing_of_who_had_the_slot_before(tmp_path: Path) -> None:

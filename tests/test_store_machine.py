@@ -17,7 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvtide.config import SpillWhen
 from kvtide.deadline import NEVER, Deadline
-from kvtide.keys import Address, Digest
+from kvtide.keys import Address, Digest, Key
 from kvtide.layout import Memory
 from kvtide.outcome import Outcome
 from kvtide.store import Lower
@@ -80,7 +80,7 @@ class FlippingTier(FaultyTier):
 class StubbornTier(FaultyTier):
     """Does not let go of what is cleared."""
 
-    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
+    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None, prefix: Key | None = None) -> int:
         return 0
 
 

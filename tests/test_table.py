@@ -330,3 +330,49 @@ def test_a_circle_of_parents_that_a_medium_claims_is_not_loaded(table: BlockTabl
     position = np.array([0, 5, 6])
     load(table, {0: HERE}, [one, other], [other, one], lambda rows, parents: position[rows] == position[parents] + 1)
     assert sorted(table.policy.evict(2 * 4096, table.held)) == [1, 2]
+
+
+def test_a_prefix_is_its_block_and_all_that_follow_it_on_every_shelf_that_is_meant(table: BlockTable) -> None:
+    keys = blocks.chain_keys("a", 6)
+    shelves = [HERE, *ELSEWHERE.values()]
+    rows = {
+        shelf: [enter(table, shelf, key, p) for key, p in zip(keys, [NO_PARENT, *keys], strict=False)]
+        for shelf in shelves
+    }
+    (branch,) = blocks.chain_keys("b", 1)
+    branch_row = enter(table, HERE, branch, keys[3])
+    assert sorted(table.of(HERE.namespace, HERE.tenant, keys[2])) == sorted(
+        [*rows[HERE][2:], branch_row, *rows[ELSEWHERE["scope"]][2:], *rows[ELSEWHERE["part"]][2:]]
+    )
+    assert table.of(None, ELSEWHERE["tenant"].tenant, keys[5]) == [rows[ELSEWHERE["tenant"]][5]]
+    assert table.of(None, None, branch) == [branch_row]
+    assert table.of(None, ELSEWHERE["tenant"].tenant, branch) == []
+
+
+def test_a_prefix_that_is_missing_is_all_that_are_known_to_follow_it(table: BlockTable) -> None:
+    keys = blocks.chain_keys("a", 7)
+    rows = {i: enter(table, HERE, keys[i], keys[i - 1] if i else NO_PARENT) for i in (0, 1, 3, 4, 6)}
+    assert sorted(table.of(None, None, keys[2])) == [rows[3], rows[4]]
+    assert table.of(None, None, keys[5]) == [rows[6]]
+    assert sorted(table.of(None, None, keys[0])) == [rows[0], rows[1]]
+    rows[2] = enter(table, HERE, keys[2], keys[1])
+    assert sorted(table.of(None, None, keys[0])) == sorted(rows[i] for i in range(5))
+    assert table.of(None, None, NO_PARENT) == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_prefix_in_a_tree_is_what_a_walk_through_it_finds(table: BlockTable, seed: int) -> None:
+    drawn = random.Random(seed)
+    keys = blocks.chain_keys("tree", 200)
+    parent_of = [
+        drawn.randrange(max(0, i - drawn.choice([1, 1, 30])), i) if i and drawn.random() < 0.97 else None
+        for i in range(200)
+    ]
+    here = drawn.sample(range(200), 190)
+    rows = {i: enter(table, HERE, keys[i], NO_PARENT if parent_of[i] is None else keys[parent_of[i]]) for i in here}
+    for i in range(200):
+        found: set[int] = {i}
+        for j in range(i + 1, 200):  # parents come before their children in this list
+            if parent_of[j] in found and j in rows and (parent_of[j] in rows or parent_of[j] == i):
+                found.add(j)
+        assert sorted(table.of(None, None, keys[i])) == sorted(rows[j] for j in found if j in rows)

@@ -977,6 +977,56 @@ def test_no_crash_brings_back_a_write_that_was_under_way_when_it_was_cleared(fol
             assert_lacks(tier, [one("a"), one("b")])
 
 
+def test_clear_of_a_prefix_stops_those_that_are_being_written_and_follow_it(folder: Path) -> None:
+    faults = Faults()
+    is_writing, may_go_on = threading.Event(), threading.Event()
+    chain, other = blocks.chain_frames("chain", 8, 5000), one("other")
+
+    def wait_at_the_frame(operation: str, name: str) -> None:
+        if (operation, name) == ("write", DATA):
+            is_writing.set()
+            assert may_go_on.wait(30)
+
+    with opened(folder, open_file=faults.open) as tier:
+        store(tier, [*chain[:3], *chain[5:]])
+        outcomes: list[Outcome] = []
+        writer = threading.Thread(target=lambda: outcomes.extend(tier.write([chain[4], other, chain[3]])))
+        counts: list[int] = []
+        cleaner = threading.Thread(target=lambda: counts.append(tier.clear(prefix=chain[1].header.key)))
+        faults.before = wait_at_the_frame
+        writer.start()
+        assert is_writing.wait(30)
+        cleaner.start()
+        while sizes(tier, chain[1:2]) != [0]:  # only when it has stopped them does it wait for their end
+            cleaner.join(0.01)
+        assert cleaner.is_alive()
+        may_go_on.set()
+        writer.join(30)
+        cleaner.join(30)
+        assert outcomes == [REJECTED, HIT, REJECTED]
+        assert counts == [2 + 3]  # those after the ones that were being written follow, too
+        assert_has(tier, [chain[0], other])
+        assert_lacks(tier, chain[1:])
+        copy = crashed(folder)
+    with opened(copy) as tier:
+        assert_has(tier, [chain[0], other])
+        assert_lacks(tier, chain[1:])
+
+
+def test_clear_of_a_prefix_forgets_blocks_that_could_not_be_read(folder: Path) -> None:
+    faults = Faults()
+    chain, elsewhere = blocks.chain_frames("chain", 4, 5000), one("a", on=ELSEWHERE["tenant"])
+    with opened(folder, open_file=faults.open) as tier:
+        store(tier, [*chain, elsewhere])
+        faults.failing = {("read", DATA)}
+        assert read(tier, [chain[2], elsewhere])[0] == [ERROR] * 2
+        faults.failing.clear()
+        tier.clear(tenant=HERE.tenant, prefix=chain[1].header.key)
+    with opened(folder) as tier:
+        assert_lacks(tier, chain[1:3])
+        assert_has(tier, [chain[0], elsewhere])
+
+
 def test_blocks_leave_in_the_order_of_their_last_use_after_opening_again(folder: Path) -> None:
     frames = many("a", 100)
     with opened(folder, 2 * MIB) as tier:

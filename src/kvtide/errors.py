@@ -13,7 +13,12 @@ KvtideError
 │   ├── BadField           checksum fits, a field is impossible
 │   └── Misplaced          a sound frame, but of another key, part, namespace, tenant or scope
 ├── Rejected               asked for more than a bound allows
-│   └── TooLarge
+│   ├── TooLarge
+│   ├── Busy               too many requests under way, or too many sessions
+│   └── QuotaExceeded      the tenant's or the scope's share is used up
+├── Unavailable            the node service cannot be reached, or went away
+├── Denied                 the node service does not know this client, or its role does not allow the call
+├── ProtocolError          the other side of a socket says what it must not
 ├── MediumFailed           a medium could not confirm what must not be left in doubt (clearing a tenant)
 ├── MissingExtra           an optional dependency is not installed
 └── Closed                 used after close()
@@ -82,6 +87,26 @@ class Rejected(KvtideError):
 
 class TooLarge(Rejected):
     kind = "too_large"
+
+
+class Busy(Rejected):
+    kind = "busy"
+
+
+class QuotaExceeded(Rejected):
+    kind = "quota_exceeded"
+
+
+class Unavailable(KvtideError):
+    kind = "unavailable"
+
+
+class Denied(KvtideError):
+    kind = "denied"
+
+
+class ProtocolError(KvtideError):
+    kind = "protocol"
 
 
 class MediumFailed(KvtideError):

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtide.keys import PUBLIC_SECRET, Digest, Key, Part, Shelf, derive_root, scope_digest, tenant_digest
+from kvtide.keys import PUBLIC_SECRET, Digest, Key, Part, Shelf, derive_root, tenant_digest
 
-SCOPE_NAME_CHARS_MAX = 256  # a customer's id or a salt; bounded because it comes from requests
 DEFAULT_TENANT = "default"
 
 
@@ -39,6 +38,6 @@ class Tenant:
     def digest(self) -> Digest:
         return tenant_digest(self.name)
 
-    def scope(self, namespace: Digest, name: str = "") -> Scope:
-        digest = scope_digest(name)
-        return Scope(namespace, self.digest, digest, derive_root(self.secret, namespace, digest))
+    def scope(self, namespace: Digest, scope: Digest) -> Scope:
+        """The scope of this digest: a service needs no customer's name."""
+        return Scope(namespace, self.digest, scope, derive_root(self.secret, namespace, scope))

@@ -13,10 +13,16 @@ import numpy.typing as npt
 
 from kvtide.keys import Key, Shelf
 from kvtide.layout import Memory
+from kvtide.memory.arena import PAGE_BYTES
 from kvtide.memory.leases import Lease
 from kvtide.outcome import Outcome
 
 T = TypeVar("T")
+
+
+def slot_bytes(frame_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What frames take in an arena."""
+    return -(-frame_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Ticket(Generic[T]):
@@ -53,6 +59,16 @@ class Match:
     blocks: int
     frame_bytes: tuple[npt.NDArray[np.int64], ...]  # of each shelf, for at least `blocks` blocks
     tiers: tuple[npt.NDArray[np.int8], ...]  # likewise: 0 is DRAM, then the lower tiers in order
+
+    def plan(self, bytes_max: int, first_page: int = 0, pages_per_block: int = 1) -> Plan:
+        """All of it from `first_page` on, as far as `bytes_max` goes."""
+        first_block, page = divmod(first_page, pages_per_block)
+        first_block = min(first_block, self.blocks)
+        sizes = [slot_bytes(each[first_block : self.blocks]) for each in self.frame_bytes]
+        total = np.cumsum(np.sum(sizes, axis=0))  # of all parts: they are one request
+        end = min(self.blocks, first_block + int(np.searchsorted(total, bytes_max, side="right")))
+        reasons = () if end == self.blocks else (f"{self.blocks - end} blocks beyond the request's share of DRAM",)
+        return Plan(self, first_block, end, page if end > first_block else 0, reasons)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a benchmark promises, as data beside it, and whether a run kept it.
 
-A value is compared as it is. A ratio gets the benefit of the doubt: it misses its bar only where the 90 %
-bounds lie wholly on the wrong side, so noise alone seldom turns a check red. In return a check may not pass
-by looking away: a bar whose row or ratio is missing is missed, unless the row was left out on purpose.
+A value is compared as it is. A ratio or a difference gets the benefit of the doubt: it misses its bar only
+where the 90 % bounds lie wholly on the wrong side, so noise alone seldom turns a check red. In return a check may
+not pass by looking away: a bar whose row or ratio is missing is missed, unless the row was left out on purpose.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
 from kvtide.bench.row import LeftOut, Ratio, Row
 
-Field = Literal["value", "ratio"]
+Field = Literal["value", "ratio", "difference"]
 Operator = Literal["<=", ">=", "==", "<", ">"]
 
 _COMPARE: Mapping[Operator, Callable[[float, float], bool]] = {
@@ -30,12 +30,16 @@ _COMPARE: Mapping[Operator, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`Bar("write", "ratio", ">=", 0.9)`: what the row of that name has to reach."""
+    """`Bar("write", "ratio", ">=", 0.9)`: what the row of that name has to reach.
+
+    `quick_limit`: in place of `limit` where a quick run is too short, or too small, to tell as much.
+    """
 
     row: str
     field: Field
     operator: Operator
     limit: float
+    quick_limit: float | None = None
 
     def __str__(self) -> str:
         return f"{self.row} {self.field} {self.operator} {self.limit:g}"
@@ -69,11 +73,19 @@ def _judge_bar(bar: Bar, row: Row | None, left_out: str | None) -> Verdict:
         return Verdict(bar, State.NOT_MEASURED, left_out)
     if row is None:
         return Verdict(bar, State.MISSED, "there is no such row")
+    if row.is_quick and bar.quick_limit is not None:
+        verdict = _judge_figure(replace(bar, limit=bar.quick_limit), row)
+        return replace(verdict, reason=f"{verdict.reason}; a quick run's limit, in a full one it is {bar.limit:g}")
+    return _judge_figure(bar, row)
+
+
+def _judge_figure(bar: Bar, row: Row) -> Verdict:
     if bar.field == "value":
         return _judge_value(bar, row)
-    if row.ratio is None:
-        return Verdict(bar, State.MISSED, "the row has no ratio")
-    return _judge_ratio(bar, row.ratio)
+    paired = row.ratio if bar.field == "ratio" else row.difference
+    if paired is None:
+        return Verdict(bar, State.MISSED, f"the row has no {bar.field}")
+    return _judge_paired(bar, paired, "" if bar.field == "ratio" else f" {row.unit}")
 
 
 def _judge_value(bar: Bar, row: Row) -> Verdict:
@@ -83,25 +95,25 @@ def _judge_value(bar: Bar, row: Row) -> Verdict:
     return Verdict(bar, State.MISSED, f"{figure}, {_gap(row.value, bar.limit)}")
 
 
-def _judge_ratio(bar: Bar, ratio: Ratio) -> Verdict:
-    bounds = "90 % bounds" if ratio.is_bounded else "too few rounds for 90 % bounds: smallest and largest"
-    figure = f"{ratio.median:.4g} ({bounds} {ratio.low:.4g} to {ratio.high:.4g})"
+def _judge_paired(bar: Bar, paired: Ratio, unit: str) -> Verdict:
+    bounds = "90 % bounds" if paired.is_bounded else "too few rounds for 90 % bounds: smallest and largest"
+    figure = f"{paired.median:.4g}{unit} ({bounds} {paired.low:.4g} to {paired.high:.4g})"
     compare = _COMPARE[bar.operator]
-    if compare(ratio.median, bar.limit):
+    if compare(paired.median, bar.limit):
         return Verdict(bar, State.MET, figure)
-    gap = _gap(ratio.median, bar.limit)
-    if compare(_most_favourable(ratio, bar), bar.limit):
+    gap = _gap(paired.median, bar.limit)
+    if compare(_most_favourable(paired, bar), bar.limit):
         return Verdict(bar, State.MET, f"{figure}, {gap}, which may be noise")
     return Verdict(bar, State.MISSED, f"{figure}, {gap}")
 
 
-def _most_favourable(ratio: Ratio, bar: Bar) -> float:
+def _most_favourable(paired: Ratio, bar: Bar) -> float:
     """Pick the point between the bounds that is best for the bar."""
     if bar.operator in ("<=", "<"):
-        return ratio.low
+        return paired.low
     if bar.operator in (">=", ">"):
-        return ratio.high
-    return min(max(bar.limit, ratio.low), ratio.high)
+        return paired.high
+    return min(max(bar.limit, paired.low), paired.high)
 
 
 def _gap(figure: float, limit: float) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kvtide.bench.bars import Bar
 
@@ -35,6 +36,10 @@ GIGABYTES_PER_SECOND = Unit("GB/s", scale=1e-9, is_rate=True)
 SECONDS = Unit("s")
 MILLISECONDS = Unit("ms", scale=1e3)
 MICROSECONDS = Unit("us", scale=1e6)
+COUNT = Unit("count")
+
+# A quick run has to end within 45 s; the rest is for start-up and for the round that crosses the line.
+QUICK_BUDGET_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +60,29 @@ class Trial:
     """What one round runs. A call that returns nothing is timed; one that returns `Measured` did it itself.
 
     `work` is what one call does, in the unit's own terms: bytes for GB/s, lookups for us per lookup.
+    A note that is not known before the rounds is a call, made after the last of them and before the tear-down.
     """
 
     subject: Measure
     baseline: Measure | None = None
     work: float = 1.0
-    note: str = ""
+    note: str | Callable[[], str] = ""
 
     def __post_init__(self) -> None:
         assert self.work > 0, "a trial does some work"
 
 
+def _untold(_text: str) -> None:
+    """Nobody watches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a case is given: a folder of its own that is empty, and removed after it."""
+    """What a case is given: a folder of its own that is empty, and removed after it, and whom to tell how far it is."""
 
     folder: Path
     is_quick: bool
+    tell: Callable[[str], None] = _untold
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,7 @@ class Case:
 
     11 rounds put the 90 % bounds at the third value from either end, so two outliers move nothing;
     5 is the fewest that have such bounds at all. `is_long` leaves the case out of a quick run.
+    `compare` says whether the row shows subject / baseline, or subject - baseline in its unit.
     """
 
     name: str
@@ -89,6 +101,7 @@ class Case:
     quick_runs: int = 5
     warmups: int = 1
     is_long: bool = False
+    compare: Literal["ratio", "difference"] = "ratio"
 
     def __post_init__(self) -> None:
         assert self.name and "," not in self.name, "`--only` splits names at commas"
@@ -97,11 +110,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """Cases in the order they run, and the bars that `--check` holds them to."""
+    """Cases in the order they run, and the bars that `--check` holds them to.
+
+    `quick_budget_s` is what the rounds of a quick run may take together.
+    """
 
     name: str
     cases: tuple[Case, ...]
     bars: tuple[Bar, ...] = ()
+    quick_budget_s: float = QUICK_BUDGET_S
 
     def __post_init__(self) -> None:
         names = [case.name for case in self.cases]

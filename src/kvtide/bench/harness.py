@@ -22,16 +22,15 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from kvtide.bench.case import QUICK_BUDGET_S as QUICK_BUDGET_S
 from kvtide.bench.case import Benchmark, Case, Measure, Measured, Setting, Trial
 from kvtide.bench.machine import describe_machine
 from kvtide.bench.progress import Progress
 from kvtide.bench.report import Report
-from kvtide.bench.row import LeftOut, Ratio, Row
+from kvtide.bench.row import Difference, LeftOut, Ratio, Row
 from kvtide.deadline import NEVER, Clock, Deadline
 from kvtide.errors import ConfigError
 
-# A quick run has to end within 45 s; the rest is for start-up and for the round that crosses the line.
-QUICK_BUDGET_S = 40.0
 # Fewer rounds than this say nothing, so every case gets them even when the time is up.
 ROUNDS_MIN = 3
 
@@ -66,7 +65,7 @@ def run_benchmark(
     if left_out:
         progress.say("left out: " + ", ".join(f"{row.name} ({row.reason})" for row in left_out))
     machine = describe_machine(folder)
-    budget = Deadline.after(QUICK_BUDGET_S, clock) if choice.is_quick else NEVER
+    budget = Deadline.after(benchmark.quick_budget_s, clock) if choice.is_quick else NEVER
     rows = []
     try:
         for index, case in enumerate(cases):
@@ -100,7 +99,11 @@ def choose_cases(benchmark: Benchmark, choice: Choice) -> tuple[list[Case], tupl
 
 def _run_case(case: Case, choice: Choice, folder: Path, share: Deadline, progress: Progress) -> Row:
     progress.update(f"{case.name}: set-up")
-    with contextmanager(case.setup)(Setting(folder, choice.is_quick)) as trial:
+
+    def tell(text: str) -> None:
+        progress.update(f"{case.name}: {text}")
+
+    with contextmanager(case.setup)(Setting(folder, choice.is_quick, tell)) as trial:
         for index in range(case.warmups):
             progress.update(f"{case.name}: warm-up {index + 1}/{case.warmups}")
             _run_round(trial, index, share.clock)
@@ -109,11 +112,12 @@ def _run_case(case: Case, choice: Choice, folder: Path, share: Deadline, progres
         while len(samples) < rounds and not (len(samples) >= ROUNDS_MIN and share.has_passed):
             progress.update(f"{case.name}: round {len(samples) + 1}/{rounds}")
             samples.append(_run_round(trial, len(samples), share.clock))
-    notes = [trial.note] if trial.note else []
+        note = trial.note() if callable(trial.note) else trial.note
+    notes = [note] if note else []
     if len(samples) < rounds:
         notes.append(f"stopped after {len(samples)} of {rounds} rounds: its share of the --quick time is up")
         progress.say(f"{case.name}: {notes[-1]}")
-    return _make_row(case, trial, samples, notes)
+    return _make_row(case, trial, samples, notes, choice.is_quick)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +147,14 @@ def _measure(call: Measure, clock: Clock) -> float:
     return elapsed_s if measured is None else measured.figure
 
 
-def _make_row(case: Case, trial: Trial, samples: Sequence[_Sample], notes: list[str]) -> Row:
+def _make_row(case: Case, trial: Trial, samples: Sequence[_Sample], notes: list[str], is_quick: bool) -> Row:
     values = [case.unit.value(sample.subject, trial.work) for sample in samples]
     baselines = [case.unit.value(s.baseline, trial.work) for s in samples if s.baseline is not None]
-    ratio = None
+    ratio = difference = None
     if baselines:
         ratio = Ratio.of([value / baseline for value, baseline in zip(values, baselines, strict=True)])
+        if case.compare == "difference":
+            difference = Difference.of([value - base for value, base in zip(values, baselines, strict=True)])
         if not ratio.is_bounded:
             notes = [*notes, "too few rounds for 90 % bounds; shown are the smallest and the largest ratio"]
     return Row(
@@ -159,4 +165,6 @@ def _make_row(case: Case, trial: Trial, samples: Sequence[_Sample], notes: list[
         ratio=ratio,
         runs=len(samples),
         note="; ".join(notes),
+        difference=difference,
+        is_quick=is_quick,
     )

@@ -21,6 +21,7 @@ from kvtide.bench.row import LeftOut, Row
 _LEGEND = (
     "ratio: median over the rounds of kvtide / baseline in the row's unit, and its 90 % bounds.",
     "More is better where the unit is a rate (.../s), less where it is a time.",
+    "With a sign it is no ratio but kvtide - baseline, in the row's unit.",
 )
 
 
@@ -66,8 +67,9 @@ def as_table(report: Report) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     baseline = "-" if row.baseline is None else _figure(row.baseline)
-    ratio = "-" if row.ratio is None else f"{row.ratio.median:.3f}"
-    bounds = "-" if row.ratio is None else f"{row.ratio.low:.3f}..{row.ratio.high:.3f}"
+    paired, form = (row.ratio, ".3f") if row.difference is None else (row.difference, "+.3f")
+    ratio = "-" if paired is None else f"{paired.median:{form}}"
+    bounds = "-" if paired is None else f"{paired.low:{form}}..{paired.high:{form}}"
     return (row.name, _figure(row.value), row.unit, baseline, ratio, bounds, str(row.runs))
 
 

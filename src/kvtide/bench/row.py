@@ -49,9 +49,16 @@ class Ratio:
         return cls(median(ordered), ordered[low - 1], ordered[high - 1], is_bounded=ranks is not None)
 
 
+class Difference(Ratio):
+    """The same of paired differences, in the row's unit: for what is promised in milliseconds, not in percent."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a report. `baseline` and `ratio` are None in the row of a plain case."""
+    """One line of a report. `baseline` and `ratio` are None in the row of a plain case, `difference` in all but
+    those that compare by it. `is_quick`: of a quick run, whose bars may be wider."""
 
     name: str
     value: float
@@ -60,11 +67,13 @@ class Row:
     ratio: Ratio | None
     runs: int
     note: str = ""
+    difference: Difference | None = None
+    is_quick: bool = False
 
     def as_json(self) -> dict[str, object]:
         """Flatten to the published form; keys are never renamed, only added."""
         ratio = self.ratio
-        return {
+        document: dict[str, object] = {
             "name": self.name,
             "value": self.value,
             "unit": self.unit,
@@ -75,6 +84,13 @@ class Row:
             "runs": self.runs,
             "note": self.note,
         }
+        if (difference := self.difference) is not None:
+            document |= {
+                "difference": difference.median,
+                "difference_low": difference.low,
+                "difference_high": difference.high,
+            }
+        return document
 
 
 @dataclass(frozen=True, slots=True)

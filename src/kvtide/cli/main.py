@@ -13,11 +13,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from kvtide import __version__
-from kvtide.errors import KvtideError
+from kvtide.errors import ConfigError, KvtideError
 
 if TYPE_CHECKING:  # argparse has no public name for what add_subparsers() returns
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -38,6 +39,8 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "bench": Verb("kvtide.cli.bench", "measure kvtide on this machine, and hold it to its bars"),
     "demo": Verb("kvtide.cli.demo", "see blocks saved, found and fetched"),
+    "serve": Verb("kvtide.cli.serve", "run the node service: one cache for all engines of this machine"),
+    "doctor": Verb("kvtide.cli.doctor", "check this machine for what would slow kvtide down or stop it"),
 }
 
 
@@ -73,9 +76,19 @@ def _dispatch(argv: Sequence[str]) -> int:
     # The options before a verb all end the program, so a verb that is to run is the first word.
     chosen = argv[0] if argv and argv[0] in VERBS else None
     module = cast(VerbModule, import_module(VERBS[chosen].module)) if chosen else None
-    args = _make_parser(chosen, module).parse_args(argv)
+    args, unknown = _make_parser(chosen, module).parse_known_args(argv)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        verb = f"kvtide {chosen}" if chosen else "kvtide"
+        raise ConfigError(f"{word} is nothing that {verb} takes; {_nearest_flag(word, args)}")
     assert module is not None, "the parser lets nothing else pass"
     return module.run(args)
+
+
+def _nearest_flag(unknown: str, args: argparse.Namespace) -> str:
+    flags = [f"--{name.replace('_', '-')}" for name in vars(args)]
+    near = get_close_matches(unknown, flags, 1)
+    return f"did you mean {near[0]}?" if near else "see its --help"
 
 
 def _make_parser(chosen: str | None, module: VerbModule | None) -> argparse.ArgumentParser:

@@ -21,8 +21,9 @@ from typing import Literal
 
 import numpy as np
 
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, ProtocolError
 from kvtide.layout import Memory
+from kvtide.machine import memory_available_bytes
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,10 @@ PageKind = Literal["hugetlb", "transparent", "base"]
 _HUGE_PAGE_BYTES = 2 << 20
 _TOUCH_BYTES = 16 << 20  # a step of the background touch: a few milliseconds, so close() never waits long
 _MADV_HUGEPAGE = 14
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL and pages are faulted in by writers
 _F_ADD_SEALS = 1033
-_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1, 2, 4, 16
 
 # Through ctypes rather than mmap.madvise, which would hold the interpreter lock while pages are zeroed.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,22 +47,15 @@ def round_up(size_bytes: int, unit: int = PAGE_BYTES) -> int:
     return -(-size_bytes // unit) * unit
 
 
-def memory_available_bytes() -> int:
-    """What the machine, or the container this runs in, can still give without swapping."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
-
-
 class Arena:
-    """Shared memory of a fixed size, mapped here as one array of bytes."""
+    """Shared memory of a fixed size, mapped here as one array of bytes.
 
-    def __init__(self, size_bytes: int, *, huge_pages: bool = True, touch: bool = True) -> None:
+    `is_private_to_write`: other processes can map it to read only, whatever they try.
+    """
+
+    def __init__(
+        self, size_bytes: int, *, huge_pages: bool = True, touch: bool = True, is_private_to_write: bool = False
+    ) -> None:
         self.size_bytes = round_up(size_bytes)
         if self.size_bytes > (available := memory_available_bytes()):
             raise ConfigError(
@@ -68,7 +63,7 @@ class Arena:
                 "lower dram.bytes_max or give the container more memory",
                 bytes_max=self.size_bytes,
             )
-        self.fd, self.page_kind, self._map = _map_memfd(self.size_bytes, huge_pages)
+        self.fd, self.page_kind, self._map = _map_memfd(self.size_bytes, huge_pages, is_private_to_write)
         self.memory: Memory = np.frombuffer(self._map, np.uint8)
         self._base = self.memory.ctypes.data
         self.touched_bytes = 0
@@ -76,6 +71,10 @@ class Arena:
         self._toucher = threading.Thread(target=self._touch_all, name="kvtide-arena-touch", daemon=True)
         if touch:
             self._toucher.start()
+
+    def reopen_to_read(self) -> int:
+        """Another file descriptor of the same memory, with which it cannot be written. The caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def wait_touched(self) -> None:
         """Block until every page is there. For benchmarks and tests; nothing else needs to wait."""
@@ -107,35 +106,58 @@ class Arena:
             self.touched_bytes = offset + step
 
 
-def _map_memfd(size_bytes: int, huge_pages: bool) -> tuple[int, PageKind, mmap.mmap]:
+def map_arena(fd: int, size_bytes: int, *, is_writable: bool) -> Memory:
+    """The arena of another process, by its file descriptor, which may be closed afterwards.
+
+    The memory stays mapped as long as a view of it is alive, even after its maker has ended.
+    """
+    if os.fstat(fd).st_size < size_bytes:  # reading behind the end would kill this process
+        raise ProtocolError(f"an arena of {os.fstat(fd).st_size:,} bytes, not {size_bytes:,}")
+    mapped = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0))
+    return np.frombuffer(mapped, np.uint8)
+
+
+def populate(memory: Memory, is_stopped: threading.Event, *, is_writable: bool) -> None:
+    """Enter the pages of a mapped arena into this process's tables, before the first copy has to. Blocks."""
+    advice = _MADV_POPULATE_WRITE if is_writable else _MADV_POPULATE_READ
+    base, size = memory.ctypes.data, len(memory)
+    for offset in range(0, size, _TOUCH_BYTES):
+        if is_stopped.is_set() or _libc.madvise(base + offset, min(_TOUCH_BYTES, size - offset), advice) != 0:
+            return
+
+
+def _map_memfd(size_bytes: int, huge_pages: bool, is_private_to_write: bool) -> tuple[int, PageKind, mmap.mmap]:
     """Huge pages where the machine has reserved or allows them, ordinary ones otherwise."""
-    if huge_pages and size_bytes % _HUGE_PAGE_BYTES == 0 and _free_hugetlb_bytes() >= size_bytes:
+    if huge_pages and size_bytes % _HUGE_PAGE_BYTES == 0 and free_hugetlb_bytes() >= size_bytes:
         fd = os.memfd_create("kvtide-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
         try:
-            return fd, "hugetlb", _map_sealed(fd, size_bytes)
+            return fd, "hugetlb", _map_sealed(fd, size_bytes, is_private_to_write)
         except OSError as error:  # somebody else was faster
             os.close(fd)
             log.info("arena.no_hugetlb error=%s", error.strerror)
     fd = os.memfd_create("kvtide-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    mapped = _map_sealed(fd, size_bytes)
-    if huge_pages and _shared_memory_takes_huge_pages():
+    mapped = _map_sealed(fd, size_bytes, is_private_to_write)
+    if huge_pages and shared_memory_takes_huge_pages():
         base = np.frombuffer(mapped, np.uint8).ctypes.data
         if _libc.madvise(base, size_bytes, _MADV_HUGEPAGE) == 0:
             return fd, "transparent", mapped
     return fd, "base", mapped
 
 
-def _map_sealed(fd: int, size_bytes: int) -> mmap.mmap:
+def _map_sealed(fd: int, size_bytes: int, is_private_to_write: bool) -> mmap.mmap:
     os.ftruncate(fd, size_bytes)
-    fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
-    return mmap.mmap(fd, size_bytes)
+    mapped = mmap.mmap(fd, size_bytes)
+    # FUTURE_WRITE spares the mapping that exists: nobody can make another one to write through.
+    more = _F_SEAL_FUTURE_WRITE if is_private_to_write else 0
+    fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | more | _F_SEAL_SEAL)
+    return mapped
 
 
-def _free_hugetlb_bytes() -> int:
+def free_hugetlb_bytes() -> int:
     pages = Path(f"/sys/kernel/mm/hugepages/hugepages-{_HUGE_PAGE_BYTES // 1024}kB/free_hugepages")
     return int(pages.read_text()) * _HUGE_PAGE_BYTES if pages.exists() else 0
 
 
-def _shared_memory_takes_huge_pages() -> bool:
+def shared_memory_takes_huge_pages() -> bool:
     setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     return setting.exists() and any(word in setting.read_text() for word in ("[always]", "[within_size]", "[advise]"))

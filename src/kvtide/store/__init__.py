@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtide.config import Settings
+from kvtide.config.defaults import resolve_tiers
 from kvtide.store.store import Lower, Store, StoreStats
 from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Ticket
 from kvtide.tiers.disk import DiskTier
@@ -16,13 +17,15 @@ __all__ = ["Fetched", "Leased", "Lower", "Match", "Plan", "Reservation", "Store"
 
 def open_store(settings: Settings | None = None) -> Store:
     """Build and open a store, or raise ConfigError that names the setting and the mend."""
-    settings = settings or Settings()
+    settings = resolve_tiers(settings or Settings())
     settings.check()
+    assert settings.dram.bytes_max is not None, "resolved"
     dram = DramTier(settings.dram.bytes_max, huge_pages=settings.dram.huge_pages)
     lower = []
     if (disk := settings.disk) is not None:
+        assert disk.folder is not None and disk.bytes_max is not None, "resolved"
         tier = DiskTier(
-            Path(disk.folder).expanduser(),
+            Path(disk.folder),
             disk.bytes_max,
             io_threads=disk.io_threads,
             bytes_written_daily_max=disk.bytes_written_daily_max,

@@ -190,7 +190,7 @@ class Fetches:
             number, frame_bytes = self._look_below(address)
         if not frame_bytes or number >= len(self._lower):
             return Outcome.MISS
-        rows = self._dram.take(frame_bytes)
+        rows = self._dram.take(frame_bytes, pool=self._dram.pool_of(address.shelf))
         if not rows:
             return Outcome.REJECTED
         flight = self._flights[address] = Flight(address, rows[0])

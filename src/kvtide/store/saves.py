@@ -42,7 +42,7 @@ class Saves:
         wanted = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
         frame_bytes = HEADER_BYTES + layout.payload_bytes
         count = min(len(wanted), bytes_max // round_up(frame_bytes))
-        taken = self._dram.take(frame_bytes, count) if count else []
+        taken = self._dram.take(frame_bytes, count, self._dram.pool_of(shelf)) if count else []
         rows = [NO_ROW] * len(keys)
         if taken:
             reserved = self._reserved.setdefault(shelf, {})

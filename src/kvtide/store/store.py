@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -26,19 +26,18 @@ import numpy.typing as npt
 
 from kvtide.config import LeaseSettings, SpillWhen
 from kvtide.deadline import Clock, Deadline
-from kvtide.errors import ConfigError, Rejected
+from kvtide.errors import ConfigError
 from kvtide.frame import HEADER_BYTES
-from kvtide.keys import KEY_BYTES, NO_PARENT, Digest, Key, Shelf
+from kvtide.keys import NO_PARENT, Digest, Key, Keys, Shelf, check_chain, scope_digest
 from kvtide.layout import Layout
-from kvtide.memory.arena import PAGE_BYTES
 from kvtide.memory.leases import Lease, Ledger, Use
 from kvtide.outcome import Outcome
-from kvtide.policy.policy import NO_ROW, Rows
+from kvtide.policy.policy import Rows
 from kvtide.store.fetches import Fetch, Fetches, Wanted
 from kvtide.store.saves import Saves
 from kvtide.store.spill import Spiller, SpillStats
 from kvtide.tenant import Scope, Tenant
-from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Ticket
+from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Ticket, slot_bytes
 from kvtide.tiers.dram import DramTier
 from kvtide.tiers.tier import Tier, TierStats, is_cleared
 
@@ -101,7 +100,7 @@ class Store:
         self._changed = threading.Condition(dram.lock)
         self._open_tiers()
         self._ledger = Ledger(int(self._settings.quarantine_share * dram.bytes_max))
-        self._request_bytes_max = int(self._settings.request_share * dram.bytes_max)
+        self.request_bytes_max = int(self._settings.request_share * dram.bytes_max)
         self._pinned_bytes = 0
         self._completed: deque[Ticket[Any]] = deque(maxlen=_COMPLETED_MAX)
         self._matched = self._asked = self._rejected = 0
@@ -138,15 +137,18 @@ class Store:
                     tier=tier.traits.name,
                 )
 
-    def open_scope(self, namespace: Digest, name: str = "") -> Ticket[Scope]:
-        """What keys and shelves are derived from: one for each namespace and customer (a `cache_salt`, say)."""
-        return Ticket.done(self._tenant.scope(namespace, name))
+    def open_scope(self, namespace: Digest, name: str = "") -> Ticket[Scope | None]:
+        """What keys and shelves are derived from: one for each namespace and customer (a `cache_salt`, say).
+
+        None when it cannot be had: there is no cache for that customer now. An embedded store always has it.
+        """
+        return Ticket[Scope | None].done(self._tenant.scope(namespace, scope_digest(name)))
 
     # Finding -----------------------------------------------------------------------------------------------
 
     def match(self, shelves: Sequence[Shelf], keys: Sequence[Key]) -> Ticket[Match]:
         """Find the longest prefix of `keys` whose block stands on every one of `shelves` (one for each part)."""
-        keys = tuple(keys)  # the caller's own list may grow while he waits
+        keys = Keys.of(keys)  # the caller's own list may grow while he waits
         found = [self._locate(shelf, keys) for shelf in shelves]
         blocks = min((_prefix(sizes) for sizes, _ in found), default=0)
         with self._lock:
@@ -172,13 +174,7 @@ class Store:
     def plan(self, match: Match, *, first_page: int = 0, pages_per_block: int = 1) -> Plan:
         """Choose what of a match to fetch: all from `first_page` on (those before are in the engine already),
         as far as one request's share of the arena goes."""
-        first_block, page = divmod(first_page, pages_per_block)
-        first_block = min(first_block, match.blocks)
-        sizes = [_slot_bytes(each[first_block : match.blocks]) for each in match.frame_bytes]
-        total = np.cumsum(np.sum(sizes, axis=0))  # of all parts: they are one request
-        end = min(match.blocks, first_block + int(np.searchsorted(total, self._request_bytes_max, side="right")))
-        reasons = () if end == match.blocks else (f"{match.blocks - end} blocks beyond the request's share of DRAM",)
-        return Plan(match, first_block, end, page if end > first_block else 0, reasons)
+        return match.plan(self.request_bytes_max, first_page, pages_per_block)
 
     # Reading -----------------------------------------------------------------------------------------------
 
@@ -209,7 +205,7 @@ class Store:
         if not plan.match.shelves:
             return Ticket.done(Fetched(0, 0, None))
         wanted = _wanted(plan, shelf)
-        planned_bytes = int(_slot_bytes(wanted.frame_bytes).sum())
+        planned_bytes = int(slot_bytes(wanted.frame_bytes).sum())
         ticket: Ticket[Fetched] = Ticket()
         deadline = Deadline.after(self._settings.fetch_s if deadline_s is None else deadline_s, self._clock)
         with self._lock:
@@ -249,7 +245,7 @@ class Store:
 
         `release` each of the fetched ones; what one shelf brought and another did not is among them.
         """
-        keys, shelves = tuple(keys), tuple(shelves)
+        keys, shelves = Keys.of(keys), tuple(shelves)
         leased = self._lease_here(shelves, keys, first_page, pages_per_block, holder)
         if leased is not None:
             return Ticket.done(leased)
@@ -273,29 +269,44 @@ class Store:
         return ticket
 
     def _lease_here(
-        self, shelves: tuple[Shelf, ...], keys: tuple[Key, ...], first_page: int, pages_per_block: int, holder: int
+        self, shelves: tuple[Shelf, ...], keys: Keys, first_page: int, pages_per_block: int, holder: int
     ) -> Leased | None:
-        """The whole of a request at once, when all of it is in DRAM and may be leased."""
-        first_block, page = divmod(first_page, pages_per_block)
-        table = self.dram.table
+        """The whole of a request at once, when DRAM has all that there is of it, and it may be leased."""
         with self._lock:
             self._tidy()
-            found = [table.find(shelf, keys) for shelf in shelves]
-            if not found or first_block >= len(keys) or any((rows == NO_ROW).any() for rows in found):
-                return None
-            found = [rows[first_block:] for rows in found]
-            sizes = [int(table.extent[rows].sum()) for rows in found]
-            if sum(sizes) > self._request_bytes_max or not self._may_take(sum(sizes), Use.READ, holder):
-                return None
-            self._asked += len(keys)
-            self._matched += len(keys)
-            expires_at_s = self._clock() + self._settings.lease_s
-            fetched = []
-            for rows, size in zip(found, sizes, strict=True):
-                self.dram.hold(rows)
-                table.policy.touch(rows)
-                fetched.append(self._lease(rows, size, page, Use.READ, expires_at_s, holder))
-            return Leased(len(keys), first_block, tuple(fetched))
+            found = self._prefixes(shelves, keys)
+            blocks = min(map(len, found), default=0)
+            if blocks == len(keys):
+                return self._lease_found(found, blocks, len(keys), first_page, pages_per_block, holder)
+        if blocks == 0 or any(tier.lookup(shelves[0], keys[blocks : blocks + 1]).any() for tier in self.tiers[1:]):
+            return None
+        with self._lock:
+            found = self._prefixes(shelves, keys[:blocks])
+            return self._lease_found(found, blocks, len(keys), first_page, pages_per_block, holder)
+
+    def _prefixes(self, shelves: tuple[Shelf, ...], keys: Keys) -> list[Rows]:
+        return [self.dram.table.find_prefix(shelf, keys) for shelf in shelves]
+
+    def _lease_found(
+        self, found: list[Rows], blocks: int, asked: int, first_page: int, pages_per_block: int, holder: int
+    ) -> Leased | None:
+        first_block, page = divmod(first_page, pages_per_block)
+        if first_block >= blocks or min(map(len, found)) < blocks:
+            return None
+        table = self.dram.table
+        found = [rows[first_block:blocks] for rows in found]
+        sizes = [int(table.extent[rows].sum()) for rows in found]
+        if sum(sizes) > self.request_bytes_max or not self._may_take(sum(sizes), Use.READ, holder):
+            return None
+        self._asked += asked
+        self._matched += blocks
+        expires_at_s = self._clock() + self._settings.lease_s
+        fetched = []
+        for rows, size in zip(found, sizes, strict=True):
+            self.dram.hold(rows)
+            table.policy.touch(rows)
+            fetched.append(self._lease(rows, size, page, Use.READ, expires_at_s, holder))
+        return Leased(blocks, first_block, tuple(fetched))
 
     def _leased(self, fetch: Fetch, plan: Plan, use: Use, lease_s: float, holder: int) -> Fetched:
         if not fetch.rows:
@@ -328,13 +339,13 @@ class Store:
             if fetched.lease is not None and not fetched.lease.is_over:
                 self._end(fetched.lease)
 
-    def prefetch(self, plan: Plan, shelf: Shelf | None = None) -> int:
-        """Begin to bring the plan's blocks up into DRAM. Returns how many are there or on their way."""
+    def prefetch(self, plan: Plan, shelf: Shelf | None = None) -> Ticket[int]:
+        """Begin to bring the plan's blocks up into DRAM. The result is how many are there or on their way."""
         with self._lock:
             self._tidy()
             if self._is_closed or not plan.match.shelves:
-                return 0
-            return self._fetches.prefetch(_wanted(plan, shelf))
+                return Ticket.done(0)
+            return Ticket.done(self._fetches.prefetch(_wanted(plan, shelf)))
 
     # Writing -----------------------------------------------------------------------------------------------
 
@@ -354,18 +365,18 @@ class Store:
         Raises Rejected for arguments that cannot be a chain.
         """
         keys = tuple(keys)
-        _check_chain(keys, position, parent)
+        check_chain(keys, position, parent)
         with self._lock:
             self._tidy()
             may_take = not self._is_closed and self._ledger.may_take(holder)
-            bytes_max = self._request_bytes_max if may_take else 0
+            bytes_max = self.request_bytes_max if may_take else 0
             reservation = self._saves.reserve(shelf, keys, layout, position, parent, bytes_max)
             lease = self._saves.lease(reservation, holder, self._clock() + self._settings.lease_s)
             if lease is not None:
                 self._ledger.add(lease)
             return Ticket.done(reservation)
 
-    def publish(self, reservation: Reservation, which: Sequence[int] | None = None) -> list[Outcome]:
+    def publish(self, reservation: Reservation, which: Sequence[int] | None = None) -> Ticket[list[Outcome]]:
         """Make filled slots visible: all, or those of the keys at `which`; the rest is aborted.
 
         An outcome for each key as in the reservation: HIT, it is there; REJECTED, it came too late.
@@ -373,10 +384,10 @@ class Store:
         with self._lock:
             lease = reservation.lease
             if lease is None:
-                return list(reservation.outcomes)
+                return Ticket.done(list(reservation.outcomes))
             outcomes = self._saves.publish(reservation, lease, which)
             self._abort(lease)
-            return outcomes
+            return Ticket.done(outcomes)
 
     def abort(self, reservation: Reservation) -> None:
         """Give the slots back unfilled. Also the way to return a reservation that came too late. Twice is once."""
@@ -452,9 +463,11 @@ class Store:
 
     # The rest ----------------------------------------------------------------------------------------------
 
-    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
+    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None, prefix: Key | None = None) -> int:
         """Forget every block of this namespace and this tenant (None: of any) on every tier. Blocks.
 
+        `prefix`: only that block, and those that follow it in their chains. What is under way at this moment
+        between engine and tiers may be lost with it, though it follows another one.
         Slots that somebody reads stay his until he releases them, but nobody finds them any more.
         Returns how many blocks were forgotten, copies on several tiers counted each.
         """
@@ -464,13 +477,13 @@ class Store:
             self._fetches.begin_clear(is_meant)
             for spiller in self._spillers:
                 spiller.clear(is_meant)
-            count = self.dram.clear(namespace=namespace, tenant=tenant)
+            count = self.dram.clear(namespace=namespace, tenant=tenant, prefix=prefix)
         try:
             # A write that was under way when the lists above were cleared ends before its tier is.
             deadline = Deadline.after(_CLEAR_S)
             for spiller in self._spillers:
                 spiller.wait_until_written(is_meant, deadline)
-                count += spiller.tier.clear(namespace=namespace, tenant=tenant)
+                count += spiller.tier.clear(namespace=namespace, tenant=tenant, prefix=prefix)
         finally:
             with self._lock:
                 self._fetches.end_clear(is_meant)
@@ -481,8 +494,10 @@ class Store:
         deadline = Deadline.after(timeout_s)
         return all(spiller.drain(deadline) for spiller in self._spillers)
 
-    def stats(self) -> StoreStats:
-        tiers = {tier.traits.name: tier.stats() for tier in self.tiers}  # each with its own lock, not under ours
+    def stats(self, tiers_shown: Collection[str] | None = None) -> StoreStats:
+        """`tiers_shown`: only what these tiers say of themselves (None: all)."""
+        shown = [tier for tier in self.tiers if tiers_shown is None or tier.traits.name in tiers_shown]
+        tiers = {tier.traits.name: tier.stats() for tier in shown}  # each with its own lock, not under ours
         with self._lock:
             return StoreStats(
                 matched_blocks=self._matched,
@@ -528,23 +543,6 @@ def _prefix(sizes: npt.NDArray[np.int64]) -> int:
     """How many blocks from the start are there."""
     missing = np.flatnonzero(sizes == 0)
     return int(missing[0]) if len(missing) else len(sizes)
-
-
-def _slot_bytes(frame_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """What frames take in the arena."""
-    return -(-frame_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _check_chain(keys: tuple[Key, ...], position: int, parent: Key) -> None:
-    """Raise Rejected unless these can be consecutive blocks of a chain: a frame could not say what is not true."""
-    if type(position) is not int or not 0 <= position <= (1 << 32) - len(keys):
-        raise Rejected(f"position is {position!r}: give it the number of blocks that come before the first key")
-    if (position == 0) != (parent == NO_PARENT):
-        raise Rejected("the first block of a chain, and only it, has no parent: give position and parent together")
-    if set(map(type, (*keys, parent))) != {bytes} or set(map(len, (*keys, parent))) != {KEY_BYTES}:
-        raise Rejected(f"keys and parent are bytes of length {KEY_BYTES}")
-    if NO_PARENT in keys:
-        raise Rejected("a key of zeros stands for no block")
 
 
 def _wanted(plan: Plan, shelf: Shelf | None) -> Wanted:

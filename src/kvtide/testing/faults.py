@@ -153,9 +153,9 @@ class FaultyTier(Tier):
     def delete(self, addresses: Sequence[Address]) -> list[Outcome]:
         return self.tier.delete(addresses)
 
-    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
+    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None, prefix: Key | None = None) -> int:
         self._begin("clear")
-        count = self.tier.clear(namespace=namespace, tenant=tenant)
+        count = self.tier.clear(namespace=namespace, tenant=tenant, prefix=prefix)
         self._stop("clear", "after")
         return count
 

@@ -25,9 +25,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtide.policy.policy import NO_ROW, Held, Policy, Rows
+from kvtide.policy.policy import EVERYBODY, NO_ROW, Held, Policy, Rows
 
 ROWS = 40  # of the random tests: few, so that rows are used again and chains meet
+POOLS = 3
+ALL_BYTES = EVERYBODY[0][1]
+
+Givers = list[tuple[int, int]]
 
 
 def rows_of(*rows: int) -> Rows:
@@ -40,10 +44,10 @@ def held_of(*rows: int, count: int = ROWS) -> Held:
     return held
 
 
-def insert(policy: Policy, *blocks: tuple[int, int], size_bytes: int = 10) -> None:
+def insert(policy: Policy, *blocks: tuple[int, int], size_bytes: int = 10, pool: int = 0) -> None:
     """Blocks as (row, row of the parent), one after the other."""
     for row, parent in blocks:
-        policy.insert(rows_of(row), rows_of(parent), rows_of(size_bytes))
+        policy.insert(rows_of(row), rows_of(parent), rows_of(size_bytes), pools=pool)
 
 
 class Model:
@@ -52,13 +56,14 @@ class Model:
     def __init__(self) -> None:
         self.parent: dict[int, int] = {}
         self.size: dict[int, int] = {}
+        self.pool: dict[int, int] = {}
         self.held: Held = np.zeros(ROWS, np.int32)
 
     def children(self, row: int) -> list[int]:
         return [child for child, parent in self.parent.items() if parent == row]
 
     def forget(self, row: int) -> None:
-        del self.parent[row], self.size[row]
+        del self.parent[row], self.size[row], self.pool[row]
 
     def may_leave(self) -> set[int]:
         """Blocks that no held block depends on."""
@@ -75,19 +80,33 @@ class Model:
             of = self.parent[of]
         return of == row
 
-    def check(self, victims: list[int], need_bytes: int) -> None:
+    def check(self, victims: list[int], need_bytes: int, givers: Givers) -> None:
         """These are allowed to leave; then they have left."""
         evictable = self.may_leave()
         if not victims:
-            assert need_bytes <= 0 or sum(self.size[row] for row in evictable) < need_bytes, "could have given enough"
+            assert need_bytes <= 0 or self._surely_given(evictable, givers) < need_bytes, "could have given enough"
             return
         assert len(set(victims)) == len(victims)
         assert set(victims) <= evictable, "chose what is held, absent, or needed by what is held"
         assert sum(self.size[row] for row in victims) >= need_bytes
         assert sum(self.size[row] for row in victims[:-1]) < need_bytes, "gave up more than was needed"
+        for pool in {self.pool[row] for row in victims}:
+            most_bytes = sum(most for giver, most in givers if giver == pool)
+            assert sum(self.size[row] for row in victims if self.pool[row] == pool) <= most_bytes, (
+                "a pool gave too much"
+            )
         for row in victims:
             assert not self.children(row), "a block left before its children"
             self.forget(row)
+
+    def _surely_given(self, evictable: set[int], givers: Givers) -> int:
+        """What these pools have to give, whatever the order: a pool ends at the first block that is too much."""
+        given = 0
+        for pool in {pool for pool, _ in givers}:
+            sizes = [self.size[row] for row in evictable if self.pool[row] == pool]
+            most_bytes = max(most for giver, most in givers if giver == pool)
+            given += sum(sizes) if sum(sizes) <= most_bytes else max(0, most_bytes - max(sizes) + 1)
+        return given
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -103,7 +122,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def entered(self, rows: list[int]) -> None:
         """Blocks of a chain were inserted or touched, first block first."""
 
-    def expected(self, need_bytes: int) -> list[int] | None:
+    def expected(self, need_bytes: int, givers: Givers) -> list[int] | None:
         """The victims that this policy must choose, where that is known."""
         return None
 
@@ -116,22 +135,23 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @initialize(count=st.integers(1, 10))
     def begin_with_a_chain(self, count: int) -> None:
-        self._insert(list(range(count)), NO_ROW, [5] * count)
+        self._insert(list(range(count)), NO_ROW, [5] * count, 0)
 
     @precondition(lambda self: self.free_rows)
-    @rule(data=st.data(), count=st.integers(1, 5), is_root=st.booleans())
-    def insert_chain(self, data: st.DataObject, count: int, is_root: bool) -> None:
+    @rule(data=st.data(), count=st.integers(1, 5), is_root=st.booleans(), pool=st.integers(0, POOLS - 1))
+    def insert_chain(self, data: st.DataObject, count: int, is_root: bool, pool: int) -> None:
         free = self.free_rows
         first = data.draw(st.integers(0, len(free) - 1))
         rows = [*free[first:], *free[:first]][:count]
         parent = NO_ROW if is_root or not self.model.parent else self.draw_block(data)
-        self._insert(rows, parent, data.draw(st.lists(st.integers(1, 9), min_size=len(rows), max_size=len(rows))))
+        sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(rows), max_size=len(rows)))
+        self._insert(rows, parent, sizes, self.model.pool.get(parent, pool))
 
-    def _insert(self, rows: list[int], parent: int, sizes: list[int]) -> None:
+    def _insert(self, rows: list[int], parent: int, sizes: list[int], pool: int) -> None:
         parents = [parent, *rows[:-1]]
-        self.policy.insert(rows_of(*rows), rows_of(*parents), rows_of(*sizes))
+        self.policy.insert(rows_of(*rows), rows_of(*parents), rows_of(*sizes), pools=pool)
         for row, its_parent, size in zip(rows, parents, sizes, strict=True):
-            self.model.parent[row], self.model.size[row] = its_parent, size
+            self.model.parent[row], self.model.size[row], self.model.pool[row] = its_parent, size, pool
         self.entered(rows)
 
     @precondition(lambda self: self.model.parent)
@@ -139,7 +159,11 @@ class PolicyMachine(RuleBasedStateMachine):
     def link_orphans(self, data: st.DataObject) -> None:
         parent = self.draw_block(data)
         orphans = [
-            row for row, its in self.model.parent.items() if its == NO_ROW and not self.model.is_ancestor(row, parent)
+            row
+            for row, its in self.model.parent.items()
+            if its == NO_ROW
+            and self.model.pool[row] == self.model.pool[parent]
+            and not self.model.is_ancestor(row, parent)
         ]
         if orphans:
             children = data.draw(st.lists(st.sampled_from(orphans), unique=True, min_size=1))
@@ -178,12 +202,21 @@ class PolicyMachine(RuleBasedStateMachine):
     def release_all(self) -> None:
         self.model.held[:] = 0
 
-    @rule(need_bytes=st.integers(0, 60))
-    def evict(self, need_bytes: int) -> None:
-        expected = self.expected(need_bytes)
-        victims = self.policy.evict(need_bytes, self.model.held)
-        self.model.check(victims, need_bytes)
+    @rule(
+        need_bytes=st.integers(0, 60),
+        givers=st.lists(  # one pool more than there are
+            st.tuples(st.integers(0, POOLS), st.just(ALL_BYTES) | st.integers(0, 60)), max_size=POOLS + 2
+        ),
+    )
+    def evict(self, need_bytes: int, givers: Givers) -> None:
+        expected = self.expected(need_bytes, givers)
+        victims = self.policy.evict(need_bytes, self.model.held, givers)
+        self.model.check(victims, need_bytes, givers)
         assert expected is None or victims == expected
+
+    @invariant()
+    def parents_are_known(self) -> None:
+        assert self.policy.parents(rows_of(*self.model.parent)).tolist() == [*self.model.parent.values()]
 
     @invariant()
     def clocks_tell_blocks_apart(self) -> None:
@@ -194,16 +227,17 @@ class PolicyMachine(RuleBasedStateMachine):
         """Whatever happened, everything can leave in the end, and then nothing more."""
         self.model.held[:] = 0
         total = sum(self.model.size.values())
-        self.model.check(self.policy.evict(total, self.model.held), total)
+        givers = [(pool, ALL_BYTES) for pool in range(POOLS)]
+        self.model.check(self.policy.evict(total, self.model.held, givers), total, givers)
         assert not self.model.parent
-        assert self.policy.evict(1, self.model.held) == []
+        assert self.policy.evict(1, self.model.held, givers) == []
 
 
-def chains(policy: Policy, starts: Iterable[int], length: int, size_bytes: int = 10) -> None:
+def chains(policy: Policy, starts: Iterable[int], length: int, size_bytes: int = 10, pool: int = 0) -> None:
     for start in starts:
         rows = np.arange(start, start + length)
         parents = np.concatenate(([NO_ROW], rows[:-1]))
-        policy.insert(rows, parents, np.full(length, size_bytes))
+        policy.insert(rows, parents, np.full(length, size_bytes), pools=pool)
 
 
 def run_machine(machine: type[PolicyMachine], make_policy: Callable[[], Policy]) -> None:
@@ -317,6 +351,74 @@ class PolicySuite:
         policy.link([0, 3], 2)
         policy.link([1], 1)
         assert sorted(policy.evict(40, held_of())) == [0, 1, 2, 3]
+
+    def test_parents_are_those_that_were_named_linked_or_lost(self, policy: Policy) -> None:
+        insert(policy, (0, NO_ROW), (1, 0), (2, 1), (3, NO_ROW))
+        policy.link([3], 2)
+        assert policy.parents(np.arange(4)).tolist() == [NO_ROW, 0, 1, 2]
+        policy.remove(rows_of(1))
+        assert policy.parents(rows_of(0, 2, 3)).tolist() == [NO_ROW, NO_ROW, 2]
+
+    def test_only_pools_that_are_asked_give(self, policy: Policy) -> None:
+        for pool in range(4):
+            chains(policy, [10 * pool], 5, pool=pool)
+        assert policy.evict(20, held_of(), [(2, ALL_BYTES)]) == [24, 23]
+        assert policy.evict(31, held_of(), [(2, ALL_BYTES)]) == []
+        assert policy.evict(10, held_of()) == [4]  # nobody named: those without a pool of their own
+        assert policy.evict(30, held_of(), [(2, ALL_BYTES)]) == [22, 21, 20]
+        assert policy.evict(10, held_of(), [(2, ALL_BYTES), (9, ALL_BYTES)]) == []
+        assert policy.evict(100, held_of(), [(3, ALL_BYTES), (1, ALL_BYTES)]) == [
+            34,
+            33,
+            32,
+            31,
+            30,
+            14,
+            13,
+            12,
+            11,
+            10,
+        ]
+        assert policy.evict(40, held_of()) == [3, 2, 1, 0]
+
+    def test_pools_are_asked_in_turn_and_for_no_more_than_they_may_give(self, policy: Policy) -> None:
+        for pool in range(3):
+            chains(policy, [10 * pool], 5, pool=pool)
+        assert policy.evict(40, held_of(), [(1, 20), (0, 19), (2, ALL_BYTES)]) == [14, 13, 4, 24]
+        assert policy.evict(10, held_of(), [(0, 9), (1, 0), (2, 9)]) == []
+        assert policy.evict(30, held_of(), [(0, 10), (1, 10), (0, ALL_BYTES)]) == [3, 12, 2]
+
+    def test_pools_that_have_too_little_together_give_nothing(self, policy: Policy) -> None:
+        twin = self.make_policy()
+        for one_of_both in (policy, twin):
+            for pool in range(3):
+                chains(one_of_both, [10 * pool], 5, pool=pool)
+        for givers in ([(0, ALL_BYTES), (1, 40)], [(2, 20), (1, 20), (0, ALL_BYTES)]):
+            assert policy.evict(100, held_of(), givers) == []
+        givers = [(1, 30), (2, 20), (0, ALL_BYTES)]
+        assert policy.evict(90, held_of(), givers) == twin.evict(90, held_of(), givers)
+
+    def test_links_and_removals_count_in_their_own_pool(self, policy: Policy) -> None:
+        for pool in (1, 2):
+            insert(policy, (10 * pool + 1, NO_ROW), (10 * pool, NO_ROW), pool=pool)
+            policy.link([10 * pool + 1], 10 * pool)
+        assert policy.evict(20, held_of(), [(1, ALL_BYTES)]) == [11, 10]
+        children, parents = policy.remove(rows_of(20))
+        assert (children.tolist(), parents.tolist()) == ([21], [20])
+        assert policy.evict(10, held_of(), [(1, ALL_BYTES)]) == []
+        assert policy.evict(10, held_of(), [(2, ALL_BYTES)]) == [21]
+
+    def test_a_row_can_change_its_pool_with_its_block(self, policy: Policy) -> None:
+        for pool in (0, 2, 1, 0):
+            chains(policy, [0], 3, pool=pool)
+            assert policy.evict(10, held_of(), [((pool + 1) % 3, ALL_BYTES)]) == []
+            assert policy.evict(30, held_of(), [(pool, ALL_BYTES)]) == [2, 1, 0]
+
+    def test_each_block_that_a_medium_remembers_has_its_own_pool(self, policy: Policy) -> None:
+        rows, pools = np.arange(30), np.arange(30, dtype=np.int16) % 3
+        policy.insert(rows, np.full(30, NO_ROW), np.full(30, 10), np.arange(1, 31), pools)
+        for pool in (1, 0, 2):
+            assert sorted(policy.evict(100, held_of(), [(pool, ALL_BYTES)])) == list(range(pool, 30, 3))
 
     def test_clocks_rise_with_use(self, policy: Policy) -> None:
         insert(policy, (0, NO_ROW), (1, NO_ROW))

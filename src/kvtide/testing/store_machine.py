@@ -70,7 +70,7 @@ def save(
     parent = keys[first - 1] if first else NO_PARENT
     reservation = store.reserve(shelf, keys[first:], layout, position=first, parent=parent, holder=holder).result
     fill(reservation, layout.payload_bytes)
-    return store.publish(reservation)
+    return store.publish(reservation).result
 
 
 def matched(store: Store, shelves: Shelf | Sequence[Shelf], keys: Sequence[Key]) -> Match:
@@ -304,7 +304,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.abort(reservation)
             return
         chosen = [i for i in range(len(reservation.keys)) if end == "publish" or i % 3 != pick % 3]
-        outcomes = self.store.publish(reservation, None if end == "publish" else chosen)
+        outcomes = self.store.publish(reservation, None if end == "publish" else chosen).result
         for i, (key, slot) in enumerate(zip(reservation.keys, reservation.payloads, strict=True)):
             if slot is None or i not in chosen:
                 assert outcomes[i] is reservation.outcomes[i]
@@ -410,7 +410,7 @@ class StoreMachine(RuleBasedStateMachine):
     def prefetch(self, pick: int, part: int, count: int) -> None:
         line = self.recent(pick)
         plan = self.plan(line, [line.shelves[part]], count)
-        assert 0 <= self.store.prefetch(plan) <= plan.end_block - plan.first_block
+        assert 0 <= self.store.prefetch(plan).result <= plan.end_block - plan.first_block
 
     @rule(pick=picks, part=st.integers(0, 1), count=counts, ttl_s=st.sampled_from([5.0, 100.0]), holder=holders)
     def pin(self, pick: int, part: int, count: int, ttl_s: float, holder: int) -> None:

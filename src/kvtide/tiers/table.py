@@ -14,8 +14,9 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.keys import NO_PARENT, Address, Digest, Key, Part, Shelf
+from kvtide.keys import NO_PARENT, Address, Digest, Key, Keys, Part, Shelf
 from kvtide.policy.policy import NO_ROW, Held, Policy, Rows
+from kvtide.tiers.runs import Runs
 from kvtide.tiers.tier import is_cleared
 
 SHELVES_MAX = 65_536
@@ -25,13 +26,16 @@ _ROWS_AT_FIRST = 1024
 class BlockTable:
     """No locks: its tier has one. A row is *taken* first and becomes visible with `insert`."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, runs: Runs | None = None) -> None:
+        """`runs`: for a table that is asked for whole prompts all the time."""
         self.policy = policy
+        self._runs = runs
         self.blocks = 0
         self.offset: npt.NDArray[np.int64] = np.zeros(_ROWS_AT_FIRST, np.int64)  # where it is on the medium
         self.extent: npt.NDArray[np.int64] = np.zeros(_ROWS_AT_FIRST, np.int64)  # how many bytes it takes there
         self.frame_bytes: npt.NDArray[np.int64] = np.zeros(_ROWS_AT_FIRST, np.int64)
         self.shelf: npt.NDArray[np.int32] = np.full(_ROWS_AT_FIRST, NO_ROW, np.int32)
+        self.pool: npt.NDArray[np.int16] = np.zeros(_ROWS_AT_FIRST, np.int16)  # to whose share it belongs
         self.held: Held = np.zeros(_ROWS_AT_FIRST, np.int32)  # readers, writers and pins that need it to stay
         self.key: list[Key | None] = []
         self._free_rows: list[int] = []
@@ -88,6 +92,27 @@ class BlockTable:
             return np.full(len(keys), NO_ROW, np.int64)
         return np.fromiter(map(self._indexes[known].get, keys, repeat(NO_ROW)), np.int64, len(keys))
 
+    def find_prefix(self, shelf: Shelf, keys: Keys) -> Rows:
+        """The rows of the keys up to the first one that is not here."""
+        known = self._shelf_ids.get(shelf)
+        if known is None:
+            return np.empty(0, np.int64)
+        pieces: list[Rows] = []
+        first = 0
+        while self._runs is not None and first < len(keys):
+            row = self._indexes[known].get(keys[first], NO_ROW)
+            piece = None if row == NO_ROW else self._runs.follow(row, keys, first)
+            if piece is None:
+                break
+            if len(piece) == len(keys):
+                return piece
+            pieces.append(piece)
+            first += len(piece)
+        rest = self.find(shelf, keys[first:]) if first else self.find(shelf, keys)
+        missing = np.flatnonzero(rest == NO_ROW)
+        pieces.append(rest[: missing[0]] if len(missing) else rest)
+        return np.concatenate(pieces)
+
     def row(self, address: Address) -> int:
         known = self._shelf_ids.get(address.shelf)
         return NO_ROW if known is None else self._indexes[known].get(address.key, NO_ROW)
@@ -97,8 +122,8 @@ class BlockTable:
         assert key is not None
         return Address(self._shelves[self.shelf[row]], key)
 
-    def take_rows(self, offsets: list[int], extent: int, frame_bytes: int) -> list[int]:
-        """Rows for blocks of one size that are not visible yet. Each is held once: by whoever fills it."""
+    def take_rows(self, offsets: list[int], extent: int, frame_bytes: int, pool: int = 0) -> list[int]:
+        """Rows for blocks of one size and pool that are not visible yet. Each is held once: by whoever fills it."""
         rows = []
         for _ in offsets:
             if self._free_rows:
@@ -110,10 +135,11 @@ class BlockTable:
             self._grow()
         at = np.array(rows, np.int64)
         self.offset[at], self.extent[at], self.frame_bytes[at], self.held[at] = offsets, extent, frame_bytes, 1
+        self.pool[at] = pool
         return rows
 
     def insert(self, shelf: Shelf, rows: list[int], keys: Sequence[Key], parents: Sequence[Key]) -> bool:
-        """Make taken rows visible under their keys, first block of a chain first.
+        """Make taken rows visible under their keys, first block of a chain first. Blocks of a shelf are of one pool.
 
         False, and nothing done, when there is no shelf for them.
         """
@@ -127,10 +153,13 @@ class BlockTable:
             index[key] = row
             self.key[row] = key
             parent_rows.append(index.get(parent, NO_ROW) if parent != key else NO_ROW)
+        if self._runs is not None:
+            self._runs.add(rows, keys, parents)
         at = np.array(rows, np.int64)
         self.shelf[at] = number
         self.blocks += len(rows)
-        self.policy.insert(at, np.array(parent_rows, np.int64), self.extent[at])
+        pool = self.pool.item(rows[0]) if rows else 0
+        self.policy.insert(at, np.array(parent_rows, np.int64), self.extent[at], pools=pool)
         for row, parent, parent_row in zip(rows, parents, parent_rows, strict=True):
             if parent_row == NO_ROW and parent != NO_PARENT:
                 self._orphan(row, number, parent)
@@ -154,6 +183,8 @@ class BlockTable:
             self.key[row] = None
             if row in self._orphan_of:
                 self._forget_orphan(row)
+        if self._runs is not None:
+            self._runs.remove(rows)
         self.shelf[rows] = NO_ROW
         self.blocks -= len(rows)
 
@@ -177,12 +208,13 @@ class BlockTable:
         is_next: Callable[[Rows, Rows], npt.NDArray[np.bool_]],
         extents: tuple[Rows, Rows, Rows],
         clocks: Rows,
+        pools: npt.NDArray[np.int16] | None = None,
     ) -> None:
         """Fill an empty table with blocks that a medium has kept, and take rows that it needs for itself.
 
         Everything is parallel to `rows`, which ascend, but for `parents`: the parents' keys where `parent_rows`
         has NO_ROW, in order. `is_next(rows, parent_rows)` says which pairs may be linked. `extents`: offset, extent
-        and frame_bytes.
+        and frame_bytes. `pools`: None for pool 0.
         """
         assert not self.key and not self._shelves
         self._load_shelves(shelves)
@@ -191,6 +223,7 @@ class BlockTable:
             self._grow()
         self.offset[rows], self.extent[rows], self.frame_bytes[rows] = extents
         self.shelf[rows] = shelf
+        self.pool[rows] = 0 if pools is None else pools
         self.held[reserved_rows] = 1
         self._load_keys(shelves, rows, shelf, keys, high)
         for i, parent in zip(np.flatnonzero(parent_rows == NO_ROW).tolist(), parents, strict=True):
@@ -200,7 +233,7 @@ class BlockTable:
                     self._orphan(int(rows[i]), int(shelf[i]), parent)
                 elif is_next(rows[i : i + 1], np.array([found])).all():
                     parent_rows[i] = found
-        self.policy.insert(rows, parent_rows, extents[1], clocks)
+        self.policy.insert(rows, parent_rows, extents[1], clocks, 0 if pools is None else pools)
         is_free = np.ones(high, np.bool_)
         is_free[rows] = is_free[reserved_rows] = False
         self._free_rows = np.flatnonzero(is_free)[::-1].tolist()
@@ -228,10 +261,31 @@ class BlockTable:
             self._shelves.append(shelf)
             self._indexes.append({})
 
-    def of(self, namespace: Digest | None, tenant: Digest | None) -> list[int]:
-        """The rows of this namespace and this tenant (None: of any)."""
+    def of(self, namespace: Digest | None, tenant: Digest | None, prefix: Key | None = None) -> list[int]:
+        """The rows of this namespace and this tenant (None: of any), or only those of `prefix` and what follows it."""
         wanted = [known for shelf, known in self._shelf_ids.items() if is_cleared(shelf, namespace, tenant)]
-        return [row for known in wanted for row in self._indexes[known].values()]
+        if prefix is None:
+            return [row for known in wanted for row in self._indexes[known].values()]
+        first = [self._indexes[known][prefix] for known in wanted if prefix in self._indexes[known]]
+        first += [row for known in wanted for row in self._orphans.get((known, prefix), ())]
+        return self._descendants(first) if first else []
+
+    def _descendants(self, first: list[int]) -> list[int]:
+        """These rows, and those of all blocks that are known to follow them."""
+        rows = self.visible
+        nobody = self.rows  # stands above those without a parent, and is never meant
+        above = np.full(nobody + 1, nobody)
+        parents = self.policy.parents(rows)
+        above[rows] = np.where(parents == NO_ROW, nobody, parents)
+        is_meant = np.zeros(nobody + 1, np.bool_)
+        is_meant[first] = True
+        # Each round looks twice as far up as the one before: a chain of 4,096 blocks takes 12 of them.
+        for _ in range(nobody.bit_length()):
+            is_meant |= is_meant[above]
+            above = above[above]
+            if (above == nobody).all():
+                break
+        return np.flatnonzero(is_meant).tolist()
 
     def _orphan(self, row: int, shelf: int, parent: Key) -> None:
         self._orphans.setdefault((shelf, parent), []).append(row)
@@ -256,4 +310,5 @@ class BlockTable:
         self.extent = np.concatenate((self.extent, np.zeros(more, np.int64)))
         self.frame_bytes = np.concatenate((self.frame_bytes, np.zeros(more, np.int64)))
         self.shelf = np.concatenate((self.shelf, np.full(more, NO_ROW, np.int32)))
+        self.pool = np.concatenate((self.pool, np.zeros(more, np.int16)))
         self.held = np.concatenate((self.held, np.zeros(more, np.int32)))

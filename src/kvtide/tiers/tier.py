@@ -20,6 +20,7 @@ from kvtide.frame import Frame
 from kvtide.keys import Address, Digest, Key, Shelf
 from kvtide.layout import Memory
 from kvtide.outcome import Outcome
+from kvtide.policy.pools import PoolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class TierStats:
     written_bytes: int = 0
     evicted_blocks: int = 0
     outcomes: dict[str, dict[str, int]] = field(default_factory=lambda: {"read": {}, "write": {}})
+    pools: list[PoolUse] = field(default_factory=list)  # by number; none where a medium has no shares
 
     def count(self, op: str, outcome: Outcome) -> None:
         counts = self.outcomes[op]
@@ -90,9 +92,11 @@ class Tier(ABC):
         """Forget these. HIT: it was here; MISS: it was not."""
 
     @abstractmethod
-    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
+    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None, prefix: Key | None = None) -> int:
         """Forget every block of this namespace and this tenant (None: of any). Returns how many.
 
+        With `prefix`, only the block of that key and all that follow it in their chains, on every shelf that is
+        meant. A block whose parent is missing here is known to follow that parent, but nobody before it.
         Kept apart from `delete` so that a medium can drop a tenant without naming each block of it.
         After it returned no crash brings them back; raises MediumFailed when that cannot be promised.
         """

@@ -152,10 +152,10 @@ def _fetch(setting: Setting) -> Iterator[Trial]:
 
 def _settings(setting: Setting) -> Settings:
     # DRAM for two rounds and a bit: of four that are used in turn, each has left it before it is wanted again.
-    dram = DramSettings(bytes_max=_WORK * 9 // 4)
+    dram_bytes = _WORK * 9 // 4
     folder = str(setting.folder / "store")
-    disk = DiskSettings(folder=folder, bytes_max=5 * _WORK, spill_queue_bytes_max=dram.bytes_max // 2)
-    return Settings(dram=dram, disk=disk)
+    disk = DiskSettings(folder=folder, bytes_max=5 * _WORK, spill_queue_bytes_max=dram_bytes // 2)
+    return Settings(dram=DramSettings(bytes_max=dram_bytes), disk=disk)
 
 
 CASES = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -65,8 +66,7 @@ class SharingFacts(TierFacts):
 
     @pytest.mark.parametrize("by", ["namespace", "tenant", "namespace and tenant"])
     def test_clear_forgets_what_it_names_and_nothing_else(self, tier: Tier, by: str) -> None:
-        if not tier.traits.enumerable:
-            pytest.skip(f"{tier.traits.name} cannot name its blocks")
+        self.needs_enumeration(tier)
         shelves = [blocks.shelf(t, namespace=n, scope=s) for t in "tu" for n in "nm" for s in ("", "s")]
         namespace = shelves[0].namespace if "namespace" in by else None
         tenant = shelves[0].tenant if "tenant" in by else None
@@ -78,8 +78,7 @@ class SharingFacts(TierFacts):
             (assert_lacks if shelf in goes else assert_has)(tier, group)
 
     def test_clear_of_an_unknown_tenant_forgets_nothing(self, tier: Tier) -> None:
-        if not tier.traits.enumerable:
-            pytest.skip(f"{tier.traits.name} cannot name its blocks")
+        self.needs_enumeration(tier)
         store(tier, [one("a")])
         assert tier.clear(tenant=ELSEWHERE["tenant"].tenant) == 0
         assert tier.clear(namespace=ELSEWHERE["namespace"].namespace) == 0
@@ -91,6 +90,79 @@ class SharingFacts(TierFacts):
         tier.clear()
         store(tier, frames)
         assert_has(tier, frames)
+
+    def test_clear_of_a_prefix_forgets_it_and_all_that_follows_it(self, tier: Tier) -> None:
+        self.needs_enumeration(tier)
+        trunk, other = (blocks.chain_frames(name, 10, 5000) for name in ("trunk", "other"))
+        branches = [_branch(trunk[at], f"branch {at}", 4) for at in (2, 4, 9)]
+        store(tier, [*trunk, *other, *(frame for branch in branches for frame in branch)])
+        assert tier.clear(prefix=trunk[4].header.key) == 6 + 4 + 4
+        assert_lacks(tier, [*trunk[4:], *branches[1], *branches[2]])
+        assert_has(tier, [*trunk[:4], *branches[0], *other])
+        assert tier.clear(prefix=trunk[4].header.key) == 0
+        store(tier, trunk[4:])
+        assert_has(tier, trunk)
+
+    def test_clear_of_a_prefix_is_about_all_shelves_that_are_meant(self, tier: Tier) -> None:
+        self.needs_enumeration(tier)
+        chains = {name: blocks.chain_frames("a", 5, 5000, on=shelf) for name, shelf in ELSEWHERE.items()}
+        chains["here"] = blocks.chain_frames("a", 5, 5000, on=HERE)
+        store(tier, [frame for chain in chains.values() for frame in chain])
+        prefix = chains["here"][3].header.key
+        assert tier.clear(namespace=HERE.namespace, tenant=HERE.tenant, prefix=prefix) == 3 * 2
+        for name, chain in chains.items():
+            is_meant = name in ("here", "scope", "part")
+            assert_has(tier, chain[:3] if is_meant else chain)
+            assert_lacks(tier, chain[3:] if is_meant else [])
+        assert tier.clear(prefix=prefix) == 2 * 2
+        assert tier.clear(prefix=chains["here"][0].header.key) == 5 * 3
+
+    def test_clear_of_a_prefix_that_is_missing_forgets_those_that_follow_it(self, tier: Tier) -> None:
+        self.needs_enumeration(tier)
+        never, deleted = (blocks.chain_frames(name, 8, 5000) for name in ("never", "deleted"))
+        store(tier, [*never[:3], *never[4:], *deleted])
+        tier.delete([deleted[3].address])
+        for chain in (never, deleted):
+            assert tier.clear(prefix=chain[3].header.key) == 4
+            assert_has(tier, chain[:3])
+            assert_lacks(tier, chain[4:])
+
+    def test_clear_of_a_prefix_knows_chains_that_came_in_any_order(self, tier: Tier) -> None:
+        self.needs_enumeration(tier)
+        for seed in range(5):
+            chain = blocks.chain_frames(seed, 30, 0)
+            for frame in random.Random(seed).sample(chain, 30):
+                store(tier, [frame])
+            assert tier.clear(prefix=chain[7].header.key) == 23
+            assert_has(tier, chain[:7])
+            assert_lacks(tier, chain[7:])
+
+    def test_clear_of_a_prefix_lasts_and_is_known_after_opening_again(self, folder: Path) -> None:
+        chains = [blocks.chain_frames(i, 12, 3000) for i in range(4)]
+        with self.opened(folder) as tier:
+            self.needs_enumeration(tier)
+            if not tier.traits.durable:
+                pytest.skip(f"{tier.traits.name} does not outlive its process")
+            store(tier, [frame for chain in chains for frame in chain])
+            tier.delete([chains[2][5].address])
+            tier.clear(prefix=chains[0][4].header.key)
+        with self.opened(folder) as tier:
+            assert_lacks(tier, chains[0][4:])
+            assert_has(tier, [*chains[0][:4], *chains[1], *chains[3]])
+            assert tier.clear(prefix=chains[1][4].header.key) == 8
+            assert tier.clear(prefix=chains[2][5].header.key) == 6
+            assert_has(tier, [*chains[0][:4], *chains[1][:4], *chains[2][:5], *chains[3]])
+        with self.opened(folder) as tier:
+            assert_lacks(tier, [*chains[0][4:], *chains[1][4:], *chains[2][5:]])
+            assert tier.stats().blocks == 4 + 4 + 5 + 12
+
+    def test_clear_of_an_unknown_prefix_forgets_nothing(self, tier: Tier) -> None:
+        self.needs_enumeration(tier)
+        chain = blocks.chain_frames("a", 5, 5000)
+        store(tier, chain)
+        assert tier.clear(prefix=one("b").header.key) == 0
+        assert tier.clear(tenant=ELSEWHERE["tenant"].tenant, prefix=chain[0].header.key) == 0
+        assert_has(tier, chain)
 
     # Threads --------------------------------------------------------------------------------------------
 
@@ -178,3 +250,14 @@ class SharingFacts(TierFacts):
         tier.clear()
         assert_lacks(tier, frames)
         assert (tier.stats().blocks, tier.stats().bytes_used) == (0, 0)
+
+
+def _branch(trunk: Frame, name: str, count: int) -> list[Frame]:
+    """A chain that goes on from a block of another one."""
+    shelf, first = trunk.header.shelf, trunk.header.position + 1
+    keys = blocks.chain_keys(name, count)
+    parents = [trunk.header.key, *keys[:-1]]
+    return [
+        blocks.frame(Address(shelf, key), 5000, position=first + i, parent=parent)
+        for i, (key, parent) in enumerate(zip(keys, parents, strict=True))
+    ]

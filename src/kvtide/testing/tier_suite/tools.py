@@ -220,6 +220,10 @@ class TierFacts:
         if not tier.traits.checksummed:
             pytest.skip(f"{tier.traits.name} does not claim to find damage: its frames have no checksums")
 
+    def needs_enumeration(self, tier: Tier) -> None:
+        if not tier.traits.enumerable:
+            pytest.skip(f"{tier.traits.name} cannot name its blocks")
+
     def payload_bytes_max(self, tier: Tier) -> int:
         if tier.traits.frame_bytes_max > 1 << 30:
             pytest.skip(f"{tier.traits.name} takes frames that are too large for a test")

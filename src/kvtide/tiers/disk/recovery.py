@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvtide.frame import HEADER_BYTES
 from kvtide.keys import Shelf
 from kvtide.policy.policy import NO_ROW
+from kvtide.policy.pools import Pools
 from kvtide.tiers.disk.files import ALIGNMENT
 from kvtide.tiers.disk.index import BLOCK, FREE, SHELF, SHELF_RECORD, IndexFile, Records, checksums, keys_of
 from kvtide.tiers.space import Space
@@ -155,9 +156,20 @@ def _fill(
         is_next=is_next,
         extents=(offset, extent, frame_bytes),
         clocks=records["clock"][rows],
+        pools=_pools(space.pools, shelves, records["shelf"][rows]),
     )
     by_place = np.argsort(offset)
-    space.extents.occupy(offset[by_place], extent[by_place])
+    space.occupy(offset[by_place], extent[by_place], rows)
+
+
+def _pools(pools: Pools, shelves: dict[int, Shelf], shelf: npt.NDArray[np.uint32]) -> npt.NDArray[np.int16] | None:
+    """The pool of each block, as they are assigned now: the medium does not remember it."""
+    if pools.count == 1:
+        return None
+    of_shelf = np.zeros(max(shelves, default=0) + 1, np.int16)
+    for number, each in shelves.items():
+        of_shelf[number] = pools.pool_of(each)
+    return of_shelf[shelf]
 
 
 def _is_next(position: npt.NDArray[np.uint32], rows: RowNumbers, parents: npt.NDArray[np.int64]) -> Mask:

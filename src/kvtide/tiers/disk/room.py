@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from kvtide.frame import Header
@@ -18,6 +18,7 @@ from kvtide.keys import Address, Shelf
 from kvtide.memory.arena import round_up
 from kvtide.observe.fault_log import FaultLog
 from kvtide.policy.policy import NO_ROW, Policy
+from kvtide.policy.pools import Pools
 from kvtide.tiers.disk import recovery
 from kvtide.tiers.disk.data import DataFile
 from kvtide.tiers.disk.files import ALIGNMENT
@@ -53,7 +54,7 @@ def frame_bytes_max(bytes_max: int) -> int:
 class Room:
     """The table of all blocks, and the files under it. No lock: its tier has one, held around every method."""
 
-    def __init__(self, index: IndexFile, data: DataFile, bytes_max: int, policy: Policy) -> None:
+    def __init__(self, index: IndexFile, data: DataFile, bytes_max: int, policy: Policy, pools: Pools) -> None:
         # A record describes at least a page, so a larger index is one of a higher bound, and would leave no room.
         index.shrink(RECORDS_AT + bytes_max * RECORD_BYTES // ALIGNMENT)
         limit = data_limit(bytes_max, index.allocated_bytes)
@@ -70,7 +71,7 @@ class Room:
         self._aside_bytes = 0
         self._unwritten: set[Shelf] = set()  # shelves whose record could not be written yet
         self.table = BlockTable(policy)
-        self.space = Space(self.table, on_free=self._freed.extend)
+        self.space = Space(self.table, on_free=self._freed.extend, pools=pools, grow=self._grow_data)
         self.space.extents.grow(data.size_bytes // ALIGNMENT * ALIGNMENT)
         self.recovered = recovery.load(index, self.space)
         self._shelf_rows = self.recovered.shelf_rows
@@ -81,26 +82,31 @@ class Room:
         `busy`: shelves with a write under way. Blocks that left are erased from the index by `erase_freed`, which
         the caller calls before it writes to the place.
         """
-        if not self._has_row() or not self._has_shelf(header.shelf, busy) or not self._has_row():
+        pool = self.space.pools.pool_of(header.shelf)
+        if not self._has_row(pool) or not self._has_shelf(header.shelf, busy) or not self._has_row(pool):
             return NO_ROW
         extent = round_up(header.frame_bytes)
-        offset = self.space.extents.take(extent)
-        while offset < 0 and self._grow_data(extent):
-            offset = self.space.extents.take(extent)
-        offsets = [offset] if offset >= 0 else self.space.take(extent)
+        offsets = self.space.take(extent, pool=pool)
         if not offsets:
             return NO_ROW
-        [row] = self.table.take_rows(offsets, extent, header.frame_bytes)
+        [row] = self.table.take_rows(offsets, extent, header.frame_bytes, pool)
         self._take_record(row)
         return row
 
-    def prepare(self, need_bytes: int) -> None:
+    def prepare(self, headers: Iterable[Header]) -> None:
         """Let blocks leave for a whole batch in one go, if it will come to that: cheaper than block by block."""
+        wanted: dict[int, int] = {}
+        for header in headers:
+            pool = self.space.pools.pool_of(header.shelf)
+            wanted[pool] = wanted.get(pool, 0) + round_up(header.frame_bytes)
         extents = self.space.extents
         may_grow_bytes = max(0, data_limit(self._bytes_max, self._index.allocated_bytes) - extents.capacity_bytes)
-        short_bytes = need_bytes - extents.free_bytes - may_grow_bytes
-        if short_bytes > 0:
-            self.space.evict(short_bytes)
+        need_bytes = 0
+        for pool, size_bytes in wanted.items():
+            need_bytes += self.space.fit(size_bytes, size_bytes, pool)
+            short_bytes = need_bytes - extents.free_bytes - may_grow_bytes
+            if short_bytes > 0:
+                self.space.evict(short_bytes, pool)
 
     def let_go(self, row: int) -> None:
         """One holder less. An invisible row that nobody holds is free, and its record erased."""
@@ -112,13 +118,13 @@ class Room:
     def hide(self, row: int) -> None:
         """Make a block invisible that is not hidden already (two readers may find the same damage)."""
         if self.table.shelf[row] != NO_ROW:
-            self.table.hide([row])
+            self.space.hide([row])
 
     def forget(self, rows: list[int]) -> None:
         """Blocks are gone from here on, and from the index; a place is free when its last holder lets go."""
         if not rows:
             return
-        self.table.hide(rows)
+        self.space.hide(rows)
         self._freed += rows
         self.erase_freed()
         self.space.free([row for row, held in zip(rows, self.table.held[rows].tolist(), strict=True) if not held])
@@ -166,14 +172,14 @@ class Room:
         self._unerased.discard(row)
         self._retaken.add(row)
 
-    def _has_row(self) -> bool:
-        """Is there, or can there be, a record for one more row?"""
+    def _has_row(self, pool: int) -> bool:
+        """Is there, or can there be, a record for one more row of this pool?"""
         if self.table.has_free_row or self.table.rows < self._index.rows_allocated:
             return True
         after = self._index.bytes_after_growing() + self._data.size_bytes + _OVERHEAD_BYTES
         if after <= self._bytes_max and self._try_to_grow(self._index.grow):
             return True
-        return self.space.evict(1) > 0  # a block leaves so that its record can be used again
+        return self.space.evict(1, pool) > 0  # a block leaves so that its record can be used again
 
     def _has_shelf(self, shelf: Shelf, busy: Collection[Shelf]) -> bool:
         """Give a new shelf its record, before any block on it has one."""

@@ -34,11 +34,11 @@ from kvtide.errors import Closed, ConfigError, Damaged, MediumFailed, Truncated
 from kvtide.frame import Frame, Header, verify
 from kvtide.keys import NO_PARENT, Address, Digest, Key, Shelf
 from kvtide.layout import Memory
-from kvtide.memory.arena import round_up
 from kvtide.observe.fault_log import FaultLog
 from kvtide.outcome import Outcome
 from kvtide.policy.leaf_lru import LeafLru
 from kvtide.policy.policy import NO_ROW, Policy
+from kvtide.policy.pools import Pools, Quota
 from kvtide.tiers.disk import recovery
 from kvtide.tiers.disk.budget import DailyBudget, utc_day
 from kvtide.tiers.disk.data import DataFile, Piece, runs
@@ -71,6 +71,7 @@ class DiskTier(Tier):
         bytes_written_daily_max: int | None = None,
         open_file: OpenFile = RawFile,
         today: Callable[[], int] = utc_day,
+        pools: Pools | None = None,
     ) -> None:
         if bytes_max < BYTES_MIN:
             raise ConfigError(f"disk.bytes_max is {bytes_max}, which holds not one block: give it {BYTES_MIN} or more")
@@ -86,6 +87,7 @@ class DiskTier(Tier):
         )
         self._path = folder
         self._policy = policy
+        self._pools = pools or Pools()
         self._io_threads = io_threads
         self._daily_max = bytes_written_daily_max
         self._open_file = open_file
@@ -121,11 +123,12 @@ class DiskTier(Tier):
         self._index.check_head()
         self._data = DataFile(self._path / DATA, partial(self._open_file, direct=self.is_direct))
         undo.callback(self._data.close)
-        self._room = Room(self._index, self._data, self.bytes_max, self._policy or LeafLru())
+        self._room = Room(self._index, self._data, self.bytes_max, self._policy or LeafLru(), self._pools)
         self.table = self._room.table
         self.recovered = self._room.recovered
         self._clock = self.recovered.clock
         self._pending: dict[Address, int] = {}  # being written, and in which row; NO_ROW: cleared meanwhile
+        self._pending_parents: dict[Address, Key] = {}
         self._budget = DailyBudget(self._daily_max, self._index, self._today)
         self._synced_at_s = time.monotonic()
 
@@ -279,7 +282,7 @@ class DiskTier(Tier):
             outcomes[:] = [self._refusal(frame, deadline) for frame in frames]
             welcome = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
             if len(welcome) > 1:
-                self._room.prepare(sum(round_up(frames[at].header.frame_bytes) for at in welcome))
+                self._room.prepare(frames[at].header for at in welcome)
             busy = {address.shelf for address in self._pending}
             for at in welcome:
                 frame = frames[at]
@@ -291,6 +294,7 @@ class DiskTier(Tier):
                     outcomes[at] = Outcome.REJECTED
                     continue
                 self._pending[frame.address] = row
+                self._pending_parents[frame.address] = frame.header.parent
                 busy.add(frame.header.shelf)
                 self._budget.spend(frame.header.frame_bytes)
                 pieces.append(Piece(at, row, int(self.table.offset[row]), frame.memory[: frame.header.frame_bytes]))
@@ -355,6 +359,7 @@ class DiskTier(Tier):
             for piece in run:
                 header = frames[piece.at].header
                 is_cleared = self._pending.pop(header.address) != piece.row
+                del self._pending_parents[header.address]
                 if outcome is Outcome.TIMEOUT:
                     self._budget.refund(header.frame_bytes)
                 outcomes[piece.at] = Outcome.REJECTED if is_cleared else outcome
@@ -374,15 +379,15 @@ class DiskTier(Tier):
             self._room.forget_aside(set(addresses).__contains__)
         return [Outcome.MISS if row == NO_ROW else Outcome.HIT for row in rows]
 
-    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None) -> int:
+    def clear(self, *, namespace: Digest | None = None, tenant: Digest | None = None, prefix: Key | None = None) -> int:
         with self._call():
             with self._lock:
-                rows = self.table.of(namespace, tenant)
+                rows, writing = self._meant(namespace, tenant, prefix)
                 self._room.forget(rows)
+                # Nobody knows whom a block follows that was set aside: with a prefix, too, it is better gone.
                 self._room.forget_aside(lambda address: is_cleared(address.shelf, namespace, tenant))
                 # A write that is under way will not become visible; but it may be about to say so in the index, so
                 # its end is waited for before the index is synced.
-                writing = [address for address in self._pending if is_cleared(address.shelf, namespace, tenant)]
                 for address in writing:
                     self._pending[address] = NO_ROW
                 is_settled = self._settled.wait_for(
@@ -391,6 +396,27 @@ class DiskTier(Tier):
                 is_erased = self._room.erase_freed()
             self._confirm_clear(is_erased and is_settled)
             return len(rows)
+
+    def _meant(
+        self, namespace: Digest | None, tenant: Digest | None, prefix: Key | None
+    ) -> tuple[list[int], list[Address]]:
+        """What a clear with these arguments is about: rows of blocks, and addresses that are being written."""
+        rows = self.table.of(namespace, tenant, prefix)
+        under_way = {address for address in self._pending if is_cleared(address.shelf, namespace, tenant)}
+        if prefix is None or not under_way:
+            return rows, list(under_way)
+        gone = {self.table.address(row) for row in rows} | {Address(each.shelf, prefix) for each in under_way}
+        writing: list[Address] = []
+        while more := [
+            each for each in under_way if each in gone or Address(each.shelf, self._pending_parents[each]) in gone
+        ]:
+            under_way.difference_update(more)
+            writing += more
+            for address in more:  # it may be the link to blocks that are here
+                followers = self.table.of(namespace, tenant, address.key)
+                gone |= {address, *map(self.table.address, followers)}
+                rows += followers
+        return list(dict.fromkeys(rows)), writing
 
     def _confirm_clear(self, is_done: bool) -> None:
         try:
@@ -404,12 +430,19 @@ class DiskTier(Tier):
                 folder=str(self._path),
             )
 
+    def set_quota(self, pool: int, quota: Quota) -> None:
+        """Change a pool's share; blocks leave for it as others are written. All reserves together must fit the bound,
+        less what the index takes: `traits.frame_bytes_max`."""
+        with self._lock:
+            self._pools.set_quota(pool, quota)
+
     def stats(self) -> TierStats:
         with self._lock:
             stats = copy.deepcopy(self._stats)
             stats.blocks = self.table.blocks
             stats.bytes_used = self._room.space.used_bytes
             stats.evicted_blocks = self._room.space.evicted_blocks
+            stats.pools = self._pools.use()
             return stats
 
     def _each_done(
