@@ -10,6 +10,8 @@ from typing import ClassVar
 
 import pytest
 
+pytest.register_assert_rewrite("kvtide.testing.store_suite")  # a failing assert of the suite shows its values
+
 from kvtide import wire
 from kvtide.client import Client
 from kvtide.config import DiskSettings, DramSettings, Settings
@@ -19,12 +21,12 @@ from kvtide.testing.store_suite import StoreSuite
 
 TOKEN = "a token of tenant ada"
 TENANTS = f"""
-dram: {{bytes_max: 16MiB}}
+dram: {{bytes_max: 8MiB}}
 disk: {{bytes_max: 256MiB}}
 tenants:
   ada:
     clients: [{{role: operator, token_sha256: {sha256(TOKEN.encode()).hexdigest()}}}]
-    dram: {{bytes_max: 8MiB}}
+    dram: {{bytes_max: 4MiB}}
   bob:
     clients: [{{uid: 12345}}]
 share_groups:
@@ -54,22 +56,32 @@ class OfAService(StoreSuite):
     """All tests of a class share one service."""
 
     keys_max = wire.KEYS_MAX
-    node: ClassVar[ServedNode]
     token: ClassVar[str] = ""
+    node: ServedNode
 
     def make_cache(self, folder: Path) -> Client:
         return self.node.connect(token=self.token, control_s=30.0)
 
 
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
+    flags = ["--dram-bytes-max", "4MiB", "--disk-bytes-max", "256MiB", "--admin-port", "0"]
+    with ServedNode(tmp_path_factory.mktemp("node"), *flags) as node:
+        yield node
+
+
 class TestClient(OfAService):
     """Of a service for one user."""
 
-    @pytest.fixture(scope="class", autouse=True)
-    def _serve(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        flags = ["--dram-bytes-max", "8MiB", "--disk-bytes-max", "256MiB", "--admin-port", "0"]
-        with ServedNode(tmp_path_factory.mktemp("node"), *flags) as node:
-            request.cls.node = node
-            yield
+    @pytest.fixture(autouse=True)
+    def _serve(self, node: ServedNode) -> None:
+        self.node = node
+
+
+@pytest.fixture(scope="module")
+def node_with_tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
+    with ServedNode(tmp_path_factory.mktemp("node"), "--admin-port", "0", config=TENANTS) as node:
+        yield node
 
 
 class TestClientOfATenant(OfAService):
@@ -77,8 +89,6 @@ class TestClientOfATenant(OfAService):
 
     token = TOKEN
 
-    @pytest.fixture(scope="class", autouse=True)
-    def _serve(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        with ServedNode(tmp_path_factory.mktemp("node"), "--admin-port", "0", config=TENANTS) as node:
-            request.cls.node = node
-            yield
+    @pytest.fixture(autouse=True)
+    def _serve(self, node_with_tenants: ServedNode) -> None:
+        self.node = node_with_tenants

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Self
 
 # 90 % between the bounds, so at most 5 % beyond each of them.
 _TAIL_MAX = 0.05
@@ -42,7 +43,7 @@ class Ratio:
     is_bounded: bool
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Ratio:
+    def of(cls, samples: Sequence[float]) -> Self:
         ordered = sorted(samples)
         ranks = median_ranks(len(ordered))
         low, high = ranks or (1, len(ordered))

@@ -7,17 +7,18 @@ import argparse
 import logging
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvtide import __version__
+from kvtide.cli.table import size
 from kvtide.config import DiskSettings, Settings
 from kvtide.config.sources import add_flags, load_settings
 from kvtide.node.serve import Node, open_node
 
 if TYPE_CHECKING:
     from kvtide.cli.main import Subparsers
-
-_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -40,34 +41,50 @@ def run(args: argparse.Namespace) -> int:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     settings = load_settings(args, base=Settings(disk=DiskSettings()))
-    with open_node(settings, on_drain=_say_drain) as node:
+    if settings.admin.is_on:
+        import kvtide.node.admin  # noqa: F401  # before open_node, which tells the collector to leave alone what is there
+    with open_node(settings, on_drain=_say_drain) as node, _admin(node) as admin_url:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: node.service.stop())
-        print(summary(node), flush=True)
+        print(summary(node, admin_url), flush=True)
         node.service.run()
     print("kvtide: ended cleanly", flush=True)
     return 0
+
+
+@contextmanager
+def _admin(node: Node) -> Iterator[str | None]:
+    """The HTTP side. Gone before DRAM is spilled: from then on there is nothing to ask."""
+    if not node.settings.admin.is_on:
+        yield None
+        return
+    from kvtide.node.admin import open_admin
+
+    with open_admin(node) as url:
+        yield url
 
 
 def _say_drain(drain_s: float) -> None:
     print(f"kvtide: writing what is in DRAM to disk, for at most {drain_s:g} s", flush=True)
 
 
-def summary(node: Node) -> str:
+def summary(node: Node, admin_url: str | None) -> str:
     """What was started, and what to paste where."""
     settings = node.settings
     arenas = {domain.name: domain.store.dram.bytes_max for domain in node.domains}
     disk = settings.disk
     lines = [
         f"kvtide {__version__} serves {settings.node.socket}",
-        f"  dram   {_size(sum(arenas.values()))} in {len(arenas)} arena{'s' * (len(arenas) > 1)}"
-        + (f": {', '.join(f'{name} {_size(size)}' for name, size in arenas.items())}" if settings.tenants else ""),
+        f"  dram   {size(sum(arenas.values()))} in {len(arenas)} arena{'s' * (len(arenas) > 1)}"
+        + (f": {', '.join(f'{name} {size(size)}' for name, size in arenas.items())}" if settings.tenants else ""),
     ]
     if disk is not None and disk.bytes_max is not None:
         blocks = node.domains.disk_blocks()
-        lines.append(f"  disk   {_size(disk.bytes_max)} in {disk.folder}, {blocks:,} blocks there already")
+        lines.append(f"  disk   {size(disk.bytes_max)} in {disk.folder}, {blocks:,} blocks there already")
     else:
         lines.append("  disk   none")
+    if admin_url is not None:
+        lines.append(f"  admin  {admin_url}, with the token in {settings.folder}/admin.token")
     lines += [
         "",
         "An engine of yours, in Python:",
@@ -76,10 +93,3 @@ def summary(node: Node) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _size(size_bytes: int) -> str:
-    for unit, factor in _UNITS:
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.4g} {unit}"
-    return f"{size_bytes} bytes"

@@ -8,7 +8,7 @@ copied is what the tenant's engines wrote: the readers of a group trust the tena
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,10 +67,10 @@ def publish(
     block_tokens: int,
     parts: Sequence[Part],
     fetch_s: float,
+    may_go_on: Callable[[], bool] = lambda: True,
 ) -> Shared:
-    """Copy the blocks of these tokens, part by part. Blocks, on both arenas and on the medium of what is not in DRAM.
-
-    Raises Rejected for tokens that cannot be some.
+    """Copy the blocks of these tokens, part by part. Waits for what is not in DRAM; asks before each step whether it
+    may go on. Raises Rejected for tokens that cannot be some.
     """
     mine = source.tenant.scope(namespace, scope_digest(scope))
     theirs = group.tenant.scope(namespace, scope_digest(""))
@@ -81,7 +81,7 @@ def publish(
         raise Rejected(str(error)) from None
     shared = Shared()
     for part in parts:
-        copy = _Copy(source.store, group.store, mine.shelf(part), theirs.shelf(part), fetch_s)
+        copy = _Copy(source.store, group.store, mine.shelf(part), theirs.shelf(part), fetch_s, may_go_on)
         shared = shared.plus(copy.run(keys, targets))
     return shared
 
@@ -95,6 +95,7 @@ class _Copy:
     source_shelf: Shelf
     target_shelf: Shelf
     fetch_s: float
+    may_go_on: Callable[[], bool]
 
     def run(self, keys: Sequence[Key], targets: Sequence[Key]) -> Shared:
         is_there = find(self.target, self.target_shelf, targets)[0] > 0
@@ -103,7 +104,7 @@ class _Copy:
         while wanted:
             first = wanted[0]
             run = next((n for n, at in enumerate(wanted) if at != first + n), len(wanted))  # no gap in between
-            fetched = self._fetch(keys[first : first + run])
+            fetched = self._fetch(keys[first : first + run]) if self.may_go_on() else Fetched(0, 0, None)
             if not fetched.blocks:  # whatever comes after a hole is of no use to anybody
                 return shared.plus(Shared(missing=len(wanted)))
             try:
@@ -159,9 +160,7 @@ class _Copy:
         return Shared(copied=copied, present=count - copied - rejected, rejected=rejected)
 
 
-def find(
-    store: Store, shelf: Shelf, keys: Sequence[Key]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
+def find(store: Store, shelf: Shelf, keys: Sequence[Key]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
     """The frame bytes of each key (0: nowhere), and the first tier that has it. Unlike a match it is not counted:
     what operators look for says nothing about how engines fare."""
     sizes = np.zeros(len(keys), np.int64)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.deadline import Deadline
-from kvtide.frame import decode_header
+from kvtide.frame import Header, decode_header
 from kvtide.keys import Address, Key, Shelf
 from kvtide.observe.fault_log import FaultLog
 from kvtide.outcome import Outcome
@@ -156,8 +156,8 @@ class Fetches:
         for thread in self._threads:
             thread.join()
         with self._dram.lock:
-            for flight in list(self._flights.values()):
-                self._land(flight, Outcome.ERROR, 0)
+            flights = list(self._flights.values())
+            self._land(flights, [Outcome.ERROR] * len(flights), [None] * len(flights), 0)
 
     def _lift(self, fetch: Fetch, wanted: Wanted) -> None:
         for place, key in enumerate(wanted.keys):
@@ -214,9 +214,9 @@ class Fetches:
                     return
                 flights = self._board(queue)
             outcomes = self._read(tier, flights)
+            headers = self._headers(flights, outcomes)
             with work:
-                for flight, outcome in zip(flights, outcomes, strict=True):
-                    self._land(flight, outcome, number)
+                self._land(flights, outcomes, headers, number)
 
     def _read(self, tier: Tier, flights: list[Flight]) -> list[Outcome]:
         try:
@@ -236,26 +236,44 @@ class Fetches:
                 flights.append(flight)
                 size += int(self._dram.table.frame_bytes[flight.row])
             else:
-                self._land(flight, Outcome.TIMEOUT, 0)
+                self._land([flight], [Outcome.TIMEOUT], [None], 0)
         return flights
 
-    def _land(self, flight: Flight, outcome: Outcome, number: int) -> None:
-        del self._flights[flight.address]
-        if flight.is_cleared and outcome is Outcome.HIT:
-            outcome = Outcome.MISS
-        if outcome is Outcome.HIT:
-            header = self._dram.header[flight.row] = decode_header(self._dram.memory(flight.row))[0]
-            if header.frame_bytes != self._dram.table.frame_bytes[flight.row]:
-                # Written anew since it was matched, and shorter: behind it stands what another block left in the slot.
-                outcome = Outcome.MISS
-            elif self._dram.publish(header.shelf, [flight.row], [header.key], [header.parent]):
-                self._on_landed(flight.row, number)
-        self._dram.release([flight.row])
-        for fetch, place in flight.waiting:
-            fetch.missing.discard(place)
-            if outcome is not Outcome.HIT:
-                fetch.cut(place, outcome)
-            self._settle(fetch)
+    def _headers(self, flights: list[Flight], outcomes: list[Outcome]) -> list[Header | None]:
+        """Without the lock: what the frames that have arrived say of themselves."""
+        return [
+            decode_header(self._dram.memory(flight.row))[0] if outcome is Outcome.HIT else None
+            for flight, outcome in zip(flights, outcomes, strict=True)
+        ]
+
+    def _land(
+        self, flights: list[Flight], outcomes: list[Outcome], headers: Sequence[Header | None], number: int
+    ) -> None:
+        """Flights have ended. All in one step, because everybody waits for the lock meanwhile."""
+        outcomes = list(outcomes)
+        arrived: dict[Shelf, list[tuple[int, Header]]] = {}
+        for i, (flight, header) in enumerate(zip(flights, headers, strict=True)):
+            del self._flights[flight.address]
+            if header is None:
+                continue
+            self._dram.header[flight.row] = header
+            # Written anew since it was matched, and shorter: behind it stands what another block left in the slot.
+            is_whole = header.frame_bytes == self._dram.table.frame_bytes[flight.row]
+            if flight.is_cleared or not is_whole:
+                outcomes[i] = Outcome.MISS
+            else:
+                arrived.setdefault(header.shelf, []).append((flight.row, header))
+        for shelf, blocks in arrived.items():
+            rows, keys = [row for row, _ in blocks], [header.key for _, header in blocks]
+            for row in self._dram.publish(shelf, rows, keys, [header.parent for _, header in blocks]):
+                self._on_landed(row, number)
+        self._dram.release([flight.row for flight in flights])
+        for flight, outcome in zip(flights, outcomes, strict=True):
+            for fetch, place in flight.waiting:
+                fetch.missing.discard(place)
+                if outcome is not Outcome.HIT:
+                    fetch.cut(place, outcome)
+                self._settle(fetch)
 
     def _settle(self, fetch: Fetch) -> None:
         if fetch in self._open and not fetch.missing:

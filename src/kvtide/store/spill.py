@@ -73,16 +73,14 @@ class Spiller:
 
     def published(self, rows: list[int]) -> None:
         if self._when == "publish":
-            for row in rows:
-                self._enqueue(row)
+            self._enqueue(rows)
         elif self._when == "evict":
             self._work.notify()
 
     def used(self, rows: list[int]) -> None:
         """These were fetched: each has now been used at least twice. What the queue had no room for gets its chance."""
         if self._when != "evict" and not self._is_below.issuperset(rows):
-            for row in rows:
-                self._enqueue(row)
+            self._enqueue(rows)
 
     def landed(self, row: int) -> None:
         """This row came up from the tier: it need not go down again."""
@@ -102,14 +100,13 @@ class Spiller:
     def clear(self, is_meant: Callable[[Shelf], bool]) -> None:
         """Forget what is queued of these shelves. What is being written now is the caller's to wait for."""
         kept: deque[int] = deque()
+        gone: list[int] = []
         for row in self._queue:
             header = self._dram.header[row]
             assert header is not None
-            if is_meant(header.shelf):
-                self._let_go(row)
-            else:
-                kept.append(row)
+            (gone if is_meant(header.shelf) else kept).append(row)
         self._queue = kept
+        self._let_go(gone)
         self._idle.notify_all()  # whoever drains may have waited for these only
 
     def wait_until_written(self, is_meant: Callable[[Shelf], bool], deadline: Deadline) -> None:
@@ -124,9 +121,8 @@ class Spiller:
 
     def spill_all(self) -> None:
         """Queue whatever in DRAM is not below (any more), without a bound: before closing."""
-        for row in self._dram.table.visible.tolist():
-            if row not in self._is_queued and not (row in self._is_below and self._still_has(row)):
-                self._push(row)
+        rows = self._dram.table.visible.tolist()
+        self._push([r for r in rows if r not in self._is_queued and not (r in self._is_below and self._still_has(r))])
 
     def _still_has(self, row: int) -> bool:
         """A block that is much used in DRAM is little used below, and may have left there."""
@@ -141,32 +137,35 @@ class Spiller:
         for thread in self._threads:
             thread.join()
         with self._work:
-            while self._queue:
-                self._let_go(self._queue.popleft())
-                self.stats.dropped_full += 1
+            self.stats.dropped_full += len(self._queue)
+            self._let_go(list(self._queue))
+            self._queue.clear()
 
-    def _enqueue(self, row: int) -> None:
-        if row in self._is_queued or row in self._is_below:
-            return
-        if self._dram.table.shelf[row] == NO_ROW:  # cleared while somebody reads it: it must not come back
-            return
-        if self.stats.queued_bytes + int(self._dram.table.extent[row]) > self._queue_bytes_max:
-            self.stats.dropped_full += 1
-            return
-        self._push(row)
+    def _enqueue(self, rows: list[int]) -> None:
+        rows = [row for row in rows if row not in self._is_queued and row not in self._is_below]
+        # What was cleared while somebody reads it must not come back.
+        rows = [row for row, shelf in zip(rows, self._dram.table.shelf[rows].tolist(), strict=True) if shelf != NO_ROW]
+        room_bytes = self._queue_bytes_max - self.stats.queued_bytes
+        fitting = int(np.searchsorted(np.cumsum(self._dram.table.extent[rows]), room_bytes, side="right"))
+        self.stats.dropped_full += len(rows) - fitting
+        self._push(rows[:fitting])
 
-    def _push(self, row: int) -> None:
-        self._dram.hold(np.array([row]))
-        self._queue.append(row)
-        self._is_queued.add(row)
-        self.stats.queued_bytes += int(self._dram.table.extent[row])
-        self._work.notify()
+    def _push(self, rows: list[int]) -> None:
+        if not rows:
+            return
+        self._dram.hold(np.array(rows, np.int64))
+        self._queue.extend(rows)
+        self._is_queued.update(rows)
+        self.stats.queued_bytes += int(self._dram.table.extent[rows].sum())
+        self._work.notify(_WRITERS)
 
-    def _let_go(self, row: int) -> None:
-        self._is_queued.discard(row)
-        self._leaving.discard(row)
-        self.stats.queued_bytes -= int(self._dram.table.extent[row])
-        self._dram.release([row])
+    def _let_go(self, rows: list[int]) -> None:
+        if not rows:
+            return
+        self._is_queued.difference_update(rows)
+        self._leaving.difference_update(rows)
+        self.stats.queued_bytes -= int(self._dram.table.extent[rows].sum())
+        self._dram.release(rows)
 
     def _write_forever(self) -> None:
         while True:
@@ -224,6 +223,6 @@ class Spiller:
                 self.stats.dropped_refused += 1
                 if row in self._leaving:
                     self.stats.evicted_unspilled += 1
-            self._moving.discard(row)
-            self._let_go(row)
+        self._moving.difference_update(rows)
+        self._let_go(rows)
         self._idle.notify_all()

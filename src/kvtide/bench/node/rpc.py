@@ -14,7 +14,16 @@ from functools import partial
 from pathlib import Path
 
 from kvtide.bench.case import MILLISECONDS, Case, Measured, Setting, Trial
-from kvtide.bench.node.common import NAMESPACE, SMALL, open_client, open_node, open_scope, quantile, save_chain, wait_spilled
+from kvtide.bench.node.common import (
+    NAMESPACE,
+    SMALL,
+    open_client,
+    open_node,
+    open_scope,
+    quantile,
+    save_chain,
+    wait_spilled,
+)
 from kvtide.bench.node.crew import Job, Orders, Worker, crew, together, wait_until
 from kvtide.client import Client
 from kvtide.config import DramSettings, Settings
@@ -207,7 +216,9 @@ def _one(setting: Setting, *, fixed: Size | None) -> Iterator[Trial]:
 def _crowd(setting: Setting, *, fixed: Size | None, share: float) -> Iterator[Trial]:
     size = _size(setting, fixed)
     with _world(setting.folder, size) as (node, _, local):
-        options = [dict(socket=str(node.socket), name=f"crowd-{i}", blocks=size.blocks) for i in range(size.clients)]
+        options: list[dict[str, object]] = [
+            {"socket": str(node.socket), "name": f"crowd-{i}", "blocks": size.blocks} for i in range(size.clients)
+        ]
         with crew("kvtide.bench.node.rpc:Asker", options) as askers:
             calls: list[int] = []
 
@@ -273,7 +284,7 @@ def _paced(setting: Setting, *, fixed: Size | None) -> Iterator[Trial]:
         yield Trial(
             partial(measure, served),
             partial(measure, local),
-            note=f"p99 from the moment each call was due, {size.paced_per_s:g}/s; baseline: in this process, paced alike",
+            note=f"p99 from when each call was due, {size.paced_per_s:g}/s; baseline: in this process, paced alike",
         )
 
 

@@ -30,6 +30,10 @@ class Kept:
     fetched: Fetched
     ends: Deadline
 
+    @property
+    def is_over(self) -> bool:
+        return self.ends.has_passed or self.fetched.lease is None or self.fetched.lease.is_over
+
     def show(self) -> Pin:
         lease = self.fetched.lease
         return Pin(
@@ -74,4 +78,4 @@ class Pins:
             return self._pins.pop(id, None)
 
     def _tidy(self) -> None:
-        self._pins = {id: pin for id, pin in self._pins.items() if not pin.ends.has_passed}
+        self._pins = {id: pin for id, pin in self._pins.items() if not pin.is_over}

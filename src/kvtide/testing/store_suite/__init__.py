@@ -6,8 +6,8 @@
 
 Owns no cache and knows none: what differs between them is said in the class variables of `CacheFacts`, and a
 fact that a cache does not claim is skipped with the reason. Content is `blocks.pattern`, so every byte that
-comes back can be told right from wrong. Several caches may be of one service, and see what earlier tests left
-there: each test has a namespace of its own.
+comes back can be told right from wrong. Caches of several tests may be of one service: each test has a namespace
+of its own, and clears what others left.
 """
 
 from kvtide.testing.store_suite.finding import FindingFacts

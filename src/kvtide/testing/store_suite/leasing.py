@@ -102,7 +102,7 @@ class LeasingFacts(CacheFacts):
         assert user.leases == 0
 
     def test_a_lease_is_cut_to_the_requests_share(self, user: User) -> None:
-        keys = chain_keys("long", self.slots - 8)
+        keys = chain_keys("long", self.slots * 3 // 4)
         user.save(keys)
         leased = user.lease(keys)
         assert (leased.matched_blocks, leased.blocks) == (len(keys), self.slots // 2)

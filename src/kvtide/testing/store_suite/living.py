@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ class LivingFacts(CacheFacts):
         def work(number: int) -> int:
             draw = random.Random(seed * THREADS + number)
             hits = 0
-            for _ in range(40):
+            for _ in range(25):
                 keys = draw.choice(chains)[: draw.randint(1, 8)]
                 reservation = user.reserved(keys)
                 if draw.random() < 0.1:
@@ -115,7 +116,7 @@ class LivingFacts(CacheFacts):
         user.save()
         plan, reservation = user.plan(), user.reserved(chain_keys("late", 2))
         cache.close()
-        calls: list[Callable[[], Ticket[object]]] = [
+        calls: list[Callable[[], Ticket[Any]]] = [
             lambda: cache.match([user.here], KEYS),
             lambda: cache.match_and_lease([user.here], KEYS),
             lambda: cache.fetch(plan),
@@ -164,7 +165,7 @@ class LivingFacts(CacheFacts):
         user.save()
         if self.has_lower_tier:
             self.cool(user)
-        tickets: list[Ticket[object]] = [cache.fetch(user.plan()) for _ in range(10)]
+        tickets: list[Ticket[Any]] = [cache.fetch(user.plan()) for _ in range(10)]
         cache.close()
         assert all(ticket.is_done for ticket in tickets)
 
