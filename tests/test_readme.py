@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from kvtide.cli.main import VERBS
+from kvtide.testing.node import served
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -14,10 +18,21 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_example_runs_and_prints_what_it_should(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert "/tmp/kvtide" in example
-    program = example.replace("/tmp/kvtide", str(tmp_path / "cache"))
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stdout) == (0, "23 of 23 blocks are in memory\n"), ended.stderr
+    with served(tmp_path, ["--dram-bytes-max", "256MiB"]) as node:
+        ended = subprocess.run(
+            [sys.executable, "-c", example],
+            env={**os.environ, "KVTIDE_SOCKET": str(node.socket)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (ended.returncode, ended.stdout) == (0, "23 of 23 blocks are here, without a copy\n"), ended.stderr
+
+
+def test_every_verb_of_the_readme_exists() -> None:
+    named = set(re.findall(r"bin/kvtide ([a-z]+)", README))
+    assert {"serve", "status", "doctor"} <= named <= set(VERBS)
 
 
 def test_every_command_of_the_readme_is_a_make_target() -> None:

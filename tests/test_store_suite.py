@@ -10,8 +10,6 @@ from typing import ClassVar
 
 import pytest
 
-pytest.register_assert_rewrite("kvtide.testing.store_suite")  # a failing assert of the suite shows its values
-
 from kvtide import wire
 from kvtide.client import Client
 from kvtide.config import DiskSettings, DramSettings, Settings

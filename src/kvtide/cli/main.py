@@ -41,6 +41,15 @@ VERBS: dict[str, Verb] = {
     "demo": Verb("kvtide.cli.demo", "see blocks saved, found and fetched"),
     "serve": Verb("kvtide.cli.serve", "run the node service: one cache for all engines of this machine"),
     "doctor": Verb("kvtide.cli.doctor", "check this machine for what would slow kvtide down or stop it"),
+    "status": Verb("kvtide.cli.status", "see what the service does at this moment"),
+    "tier": Verb("kvtide.cli.tier", "take a tier out of use and back, or wait until it is written"),
+    "lookup": Verb("kvtide.cli.lookup", "see on which tiers blocks are"),
+    "warm": Verb("kvtide.cli.warm", "bring blocks up into DRAM"),
+    "pin": Verb("kvtide.cli.pin", "keep blocks in DRAM for a time"),
+    "clear": Verb("kvtide.cli.clear", "forget blocks on every tier"),
+    "tenant": Verb("kvtide.cli.tenant", "see tenants, their quotas and their usage"),
+    "share": Verb("kvtide.cli.share", "give a tenant's blocks to all who read a share group"),
+    "token": Verb("kvtide.cli.token", "make a token, and the line that lets its owner in"),
 }
 
 

@@ -76,7 +76,7 @@ def summary(node: Node, admin_url: str | None) -> str:
     lines = [
         f"kvtide {__version__} serves {settings.node.socket}",
         f"  dram   {size(sum(arenas.values()))} in {len(arenas)} arena{'s' * (len(arenas) > 1)}"
-        + (f": {', '.join(f'{name} {size(size)}' for name, size in arenas.items())}" if settings.tenants else ""),
+        + (f": {', '.join(f'{name} {size(room)}' for name, room in arenas.items())}" if settings.tenants else ""),
     ]
     if disk is not None and disk.bytes_max is not None:
         blocks = node.domains.disk_blocks()

@@ -404,7 +404,7 @@ class Client:
         assert self._connection is not None
         memory: Memory = self._connection.arenas[arena]
         if len(sizes) == 1:
-            sizes = np.full(len(offsets), sizes[0], np.int64)
+            sizes = np.repeat(sizes, len(offsets))
         if len(offsets) and (offsets.min() < 0 or sizes.min() < 0 or (offsets + sizes).max() > len(memory)):
             raise ProtocolError("a slot outside of the arena")
         return Slots(memory, offsets, sizes)
@@ -609,6 +609,7 @@ class Client:
             asked, self._asked = self._asked, {}
             for each in asked.values():
                 self._complete(each.ticket, each.miss())
+            self._completed.clear()  # their results hold the arena
             self._changed.notify_all()
         if self._looks is not None:
             self._looks.join()

@@ -19,6 +19,7 @@ from kvtide.memory.arena import map_arena, populate
 
 _OUTBOX_BYTES_MAX = 1 << 20  # of requests that the service does not take; then it counts as gone
 _RECEIVE_BYTES = 1 << 18
+_PATH_BYTES_MAX = 107  # sun_path holds 108, with the zero at its end
 _REFUSALS: dict[str, type[KvtideError]] = {error.kind: error for error in (Busy, Denied, ProtocolError, Rejected)}
 
 
@@ -49,10 +50,9 @@ class Connection:
 
     def _log_in(self, path: Path, token: str, tenant: str, deadline: Deadline) -> tuple[wire.Welcome, list[int]]:
         self._socket.settimeout(max(deadline.left_s, 0.001))
-        try:
-            self._socket.connect(os.fspath(path))
-        except ValueError as error:  # too long for a socket
-            raise ConfigError(f"{path} cannot be a socket: {error}; name a shorter path", path=str(path)) from error
+        if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+            raise ConfigError(f"{path} is too long for a socket: name a shorter path", path=str(path))
+        self._socket.connect(os.fspath(path))
         self._socket.sendall(wire.encode(wire.Hello(wire.VERSION, __version__, token, tenant)))
         fds: list[int] = []
         try:

@@ -173,8 +173,8 @@ class Pools:
                 pool = taker  # nobody gives for one who has as much
             over[pool] = 0
             yield pool, most_bytes
-        if taker is not None:
-            yield taker, self._used.item(taker)
+        if taker is not None and (own_bytes := self._used.item(taker)):
+            yield taker, own_bytes
 
     def protected(self, lost_bytes: int) -> npt.NDArray[np.bool_]:
         """The pools that would fall below their reserve if they lost that much."""

@@ -22,6 +22,9 @@ from kvtide.policy.policy import EVERYBODY, NO_ROW
 from kvtide.policy.pools import Pools
 from kvtide.tiers.table import BlockTable
 
+_ROWS_PER_SEARCH = 1024
+_IN_VAIN_MAX = 4096
+
 
 class Space:
     """The table of a local tier together with the free ranges of its medium. No locks: its tier has one.
@@ -47,6 +50,7 @@ class Space:
         self._on_free = on_free
         self._grow = grow
         self._leaving: set[int] = set()  # rows of blocks that are gone, but whose places somebody still holds
+        self._in_vain: dict[tuple[int, int], int] = {}  # (pool, extent): how many searches for a window to leave out
 
     @property
     def used_bytes(self) -> int:
@@ -198,6 +202,12 @@ class Space:
         """The rows that stand in the way of one free piece. `taken_now`: places of that size without a row yet."""
         if self.pools.count == 1:
             return self._window(extent, taken_now, None)
+        # Where reserves fill the medium, somebody without one may ask in vain for days. On a million rows that would
+        # be a tenth of a second each time, so after a search of n rows that found nothing n / 1,024 are left out.
+        asked = (taker, extent)
+        if self._in_vain.get(asked, 0):
+            self._in_vain[asked] -= 1
+            return []
         # A window covers `extent` bytes and what its last block has beyond them, all of which may be one pool's.
         extent_max = int(self.table.extent[: self.table.rows].max(initial=0))
         is_protected = self.pools.protected(extent + extent_max)
@@ -205,6 +215,10 @@ class Space:
         if not rows and is_protected[taker]:  # only when nobody else may does the taker give what it has reserved
             is_protected[taker] = False
             rows = self._window(extent, taken_now, is_protected)
+        if not rows:
+            if len(self._in_vain) >= _IN_VAIN_MAX:
+                self._in_vain.clear()
+            self._in_vain[asked] = self.table.rows // _ROWS_PER_SEARCH
         return rows
 
     def _window(self, extent: int, taken_now: list[int], is_protected: npt.NDArray[np.bool_] | None) -> list[int]:

@@ -22,7 +22,9 @@ from kvtide.frame import HEADER_BYTES
 from kvtide.keys import NO_PARENT, Key
 from kvtide.layout import Layout, Memory
 from kvtide.memory.arena import Arena
+from kvtide.outcome import Outcome
 from kvtide.testing.blocks import chain_keys
+from kvtide.tickets import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,7 @@ class Copier(Job):
 
     def keep(self) -> None:
         """Save the blocks that `read` reads."""
-        for first in range(0, self._blocks, self._batch):
-            self._write(self._kept, first)
+        self._write([self._kept])
 
     def read(self, start_s: float) -> float:
         """Lease, copy out, release. The moment when it was done, as of the next three."""
@@ -89,24 +90,25 @@ class Copier(Job):
         """Reserve, copy in, publish: fresh keys each time, in place of the oldest blocks."""
         chains = [chain_keys(f"{self._number}-{next(self._names)}", self._blocks) for _ in range(self._passes)]
         wait_until(start_s)
-        for keys in chains:
-            for first in range(0, self._blocks, self._batch):
-                self._write(keys, first)
+        self._write(chains)
         return time.monotonic()
 
-    def _write(self, keys: list[Key], first: int) -> None:
-        """A batch of a chain."""
-        sources = self._own[first : first + self._batch]
+    def _write(self, chains: list[list[Key]]) -> None:
+        """Nobody waits for one publish before the next reserve, but all of them are over at the end."""
+        published = [self._write_batch(keys, first) for keys in chains for first in range(0, self._blocks, self._batch)]
+        for ticket in published:
+            outcomes = done(self._client, ticket)
+            assert set(outcomes) == {Outcome.HIT}, "the service did not take the benchmark's blocks"
+
+    def _write_batch(self, keys: list[Key], first: int) -> Ticket[list[Outcome]]:
+        some, sources = keys[first : first + self._batch], self._own[first : first + self._batch]
         parent = keys[first - 1] if first else NO_PARENT
-        some = keys[first : first + self._batch]
-        reservation = done(
-            self._client,
-            self._client.reserve(self._shelf, some, self._layout, position=first, parent=parent),
-        )
+        ticket = self._client.reserve(self._shelf, some, self._layout, position=first, parent=parent)
+        reservation = done(self._client, ticket)
         targets = [target for target in reservation.payloads if target is not None]
         assert len(targets) == len(some), "the service had no slot for the benchmark"
         _copy(sources, targets)
-        done(self._client, self._client.publish(reservation))
+        return self._client.publish(reservation)
 
     def copy_out(self, start_s: float) -> float:
         wait_until(start_s)

@@ -69,6 +69,10 @@ class Worker:
         self.tell(order, **arguments)
         return self.hear(timeout_s)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """As a crash does. Twice is once."""
         self._process.kill()

@@ -13,7 +13,6 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +73,7 @@ class Result:
     seconds: float
     counts: dict[str, int]
     kills: int
+    clients_lost: int  # that ended by themselves, which none should
     leases_left: int
     files_grown: int
     resident: tuple[int, ...]
@@ -237,6 +237,7 @@ def run_load(folder: Path, size: Size, seed: int, tell: Callable[[str], None]) -
             seconds,
             {name: sum(tally[name] for tally in with_clients.tallies) for name in _COUNTS},
             with_clients.kills,
+            with_clients.lost,
             leases_left,
             _files_grown(node.pid, files),
             tuple(with_clients.resident),
@@ -285,7 +286,7 @@ class _Load:
 
     def __init__(self, node: ServedNode, folder: Path, size: Size, seed: int, tell: Callable[[str], None]) -> None:
         self.resident: list[int] = []
-        self.kills = 0
+        self.kills = self.lost = 0
         self._node = node
         self._size = size
         self._random = random.Random(seed)
@@ -307,19 +308,25 @@ class _Load:
                     f" {sum(tally['compared'] for tally in self.tallies):,} blocks compared,"
                     f" service {self.resident[-1] / 1e6:,.0f} MB"
                 )
+                for number in range(size.clients):
+                    if not workers[number].is_alive:
+                        self.lost += 1
+                        workers[number] = self._again(workers[number], number)
                 if now_s >= kill_at_s:
                     number = self._random.randrange(size.clients)
-                    workers[number].kill()
-                    workers[number] = self._worker(number)
+                    workers[number] = self._again(workers[number], number)
                     self.kills += 1
                     kill_at_s = now_s + size.kill_every_s
                 time.sleep(max(0.0, min(1.0, self._end_s - time.monotonic())))
-            for worker in workers[::2]:  # half of them say goodbye, the others just end
-                with suppress(AssertionError):  # one that died of itself: what it left is looked at, as of the killed
-                    worker.end()
+            for worker in workers[::2]:  # half of them say goodbye, the others are killed with what they hold
+                worker.end()
         finally:
             for worker in workers:
                 worker.kill()
+
+    def _again(self, worker: Worker, number: int) -> Worker:
+        worker.kill()
+        return self._worker(number)
 
     def _worker(self, number: int) -> Worker:
         worker = Worker(
@@ -343,6 +350,7 @@ _campaign = Campaign(_run, str)
 CASES: tuple[Case, ...] = (
     _campaign.case("load-wrong-bytes", COUNT, lambda result: result.counts["wrong"]),
     _campaign.case("load-compared", COUNT, lambda result: result.counts["compared"]),
+    _campaign.case("load-lost-clients", COUNT, lambda result: result.clients_lost),
     _campaign.case("load-leaked-leases", COUNT, lambda result: result.leases_left),
     _campaign.case("load-leaked-files", COUNT, lambda result: result.files_grown),
     _campaign.case("load-blocks", COUNT, lambda result: result.blocks_known),
