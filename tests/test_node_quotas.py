@@ -63,9 +63,7 @@ def test_blocks_of_a_tenant_that_was_removed_are_nobodys() -> None:
 
 
 def test_each_tenant_has_its_own_share() -> None:
-    shares = disk_shares(
-        settings(search=TenantSettings(disk=quota(10, 30)), chat=TenantSettings(disk=quota(5))), {}
-    )
+    shares = disk_shares(settings(search=TenantSettings(disk=quota(10, 30)), chat=TenantSettings(disk=quota(5))), {})
     assert bounds(shares) == {("search", None): (10, 30), ("chat", None): (5, None)}
     assert owner_of(shares, shelf_of("chat", "x")) == ("chat", None)
 
@@ -92,7 +90,10 @@ def test_a_scope_without_a_quota_of_this_medium_has_no_pool_of_its_own() -> None
 
 def test_scopes_may_reserve_more_than_their_tenant_has_reserved() -> None:
     tenant = TenantSettings(disk=quota(5), scopes={"a": ScopeSettings(disk=quota(10))})
-    assert bounds(disk_shares(settings(search=tenant), {})) == {("search", None): (0, None), ("search", "a"): (10, None)}
+    assert bounds(disk_shares(settings(search=tenant), {})) == {
+        ("search", None): (0, None),
+        ("search", "a"): (10, None),
+    }
 
 
 def test_a_scope_without_a_bound_in_a_tenant_with_one_is_refused_by_its_name() -> None:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 def text(status: Answer) -> str:
     serving = "serves" if status["is_serving"] else "does not serve"
     pieces = [
-        f"kvtide {status['version']} {serving} {status['socket']} since {duration(status['uptime_s'])}",
+        f"kvtide {status['version']} {serving} {status['socket']} for {duration(status['uptime_s'])}",
         as_table(
             ("tier", "blocks", "used", "of", "evicted", "state"),
             [

@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from kvtide import wire
 from kvtide.config import Role
-from kvtide.errors import Busy, Denied, ProtocolError, Rejected
+from kvtide.errors import Busy, Denied, ProtocolError, QuotaExceeded, Rejected
 from kvtide.frame import HEADER_BYTES
-from kvtide.keys import Digest, Key, Shelf
+from kvtide.keys import Digest, Key, Keys, Shelf
 from kvtide.layout import Layout
 from kvtide.node.domains import Domains
 from kvtide.node.session import Seat, Session, Waiting
+from kvtide.node.sharing import find
 from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Ticket
 
 T = TypeVar("T")
@@ -59,8 +60,7 @@ class Requests:
 
     def _find(self, session: Session, request: wire.Find) -> wire.Answer | None:
         seat, shelves = self._shelves(session, request.shelves)
-        keys = wire.unpack_keys(request.keys)
-        ticket = seat.domain.store.match(shelves, keys)
+        ticket = seat.domain.store.match(shelves, _keys(request.keys, len(shelves)))
 
         def answer(match: Match) -> wire.Answer:
             sizes = tuple(wire.pack_numbers(each[: match.blocks]) for each in match.frame_bytes)
@@ -74,7 +74,7 @@ class Requests:
         self._check_holdings(session, len(shelves))
         ticket = seat.domain.store.match_and_lease(
             shelves,
-            wire.unpack_keys(request.keys),
+            _keys(request.keys, len(shelves)),
             first_page=request.first_page,
             pages_per_block=request.pages_per_block,
             deadline_s=min(request.deadline_s, self._domains.settings.leases.fetch_s),
@@ -94,6 +94,9 @@ class Requests:
         seat, plan = self._plan(session, request, request.first_page)
         store, deadline_s = seat.domain.store, min(request.deadline_s, self._domains.settings.leases.fetch_s)
         if request.pin_s:
+            self._check_role(session, ("operator",), "pin blocks")
+            if not seat.is_writable:
+                raise Denied("share groups are pinned by the service's operators, not by their readers")
             ticket = store.pin(plan, ttl_s=request.pin_s, deadline_s=deadline_s, holder=session.number)
         else:
             ticket = store.fetch(plan, deadline_s=deadline_s, holder=session.number)
@@ -127,6 +130,12 @@ class Requests:
         if not seat.is_writable:
             raise Denied("share groups are filled by operators, not by engines")
         layout = Layout(request.layers, request.pages, request.page_tokens, request.page_bytes)
+        bytes_max = seat.domain.store.dram.bytes_max_of(shelf)
+        if HEADER_BYTES + layout.payload_bytes > bytes_max:
+            raise QuotaExceeded(
+                f"a block takes {HEADER_BYTES + layout.payload_bytes:,} bytes, but this tenant or scope may have "
+                f"{bytes_max:,} in DRAM: raise its dram.bytes_max, or choose smaller blocks"
+            )
         reservation = seat.domain.store.reserve(
             shelf,
             wire.unpack_keys(request.keys),
@@ -219,6 +228,9 @@ class Requests:
         store = seat.domain.store
         if len(keys):
             self._check_sizes(sizes, tiers, len(store.tiers))
+        # What a client says of sizes and tiers is not believed: it would take room, and with it the room of others,
+        # for blocks that do not exist, or more than its share under a small name.
+        sizes, tiers = find(store, shelf, keys)
         match = Match((shelf,), keys, len(keys), (sizes,), (tiers,))
         plan = store.plan(match)
         if plan.end_block < len(keys):
@@ -228,6 +240,17 @@ class Requests:
     def _check_sizes(self, sizes: npt.NDArray[np.int64], tiers: npt.NDArray[np.int8], tiers_known: int) -> None:
         if sizes.min() < HEADER_BYTES or sizes.max() > 1 << 41 or tiers.min() < 0 or tiers.max() >= tiers_known:
             raise ProtocolError("a plan with sizes or tiers that no match has")
+
+
+_LOOKUPS_MAX = wire.MESSAGE_BYTES_MAX // 16  # with an offset and a size for each, an answer is one message
+
+
+def _keys(packed: bytes, shelves: int) -> Keys:
+    """The keys of a question about so many shelves: no more than an answer could hold, nor than others can wait for."""
+    keys = wire.unpack_keys(packed)
+    if len(keys) * shelves > _LOOKUPS_MAX:
+        raise Rejected(f"{len(keys)} keys on {shelves} shelves: ask for at most {_LOOKUPS_MAX} blocks at a time")
+    return keys
 
 
 _shelf_cache: dict[bytes, Shelf] = {}

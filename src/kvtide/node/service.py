@@ -3,6 +3,7 @@
 
 Each turn reads what has arrived, then answers one request of every session that has any: a client that sends
 many at once waits for its own, not the others for it. Requests beyond a session's bound are refused at once.
+Nobody is read from while much of what he sent was not looked at yet.
 
 What ends a session: its goodbye, the end of its process, or a breach of the protocol. Only the first two give
 back what it held; a process that was cut off may still be copying, so its slots wait until it is dead.
@@ -36,6 +37,8 @@ faults = FaultLog(log)
 _LATE_S = 0.8  # for a login, or for the rest of a message: cut off within a second, housekeeping included
 _TIDY_S = 0.1
 _STRANGERS_MAX = 64  # connections that have not logged in
+_TAKEN_MAX = 256  # messages of one session in one turn: a few milliseconds, though thousands of them fit into a read
+_QUEUED_BYTES_MAX = 1 << 20  # of one session's requests, beyond which no more are taken until some are answered
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 _OP_OF = {
     wire.OpenScope: "open_scope",
@@ -71,6 +74,7 @@ class Service:
         self._sessions: dict[int, Session] = {}  # by the fd of the connection
         self._processes: dict[int, Session] = {}  # by the fd of the process, until it is dead
         self._line: deque[Session] = deque()  # with requests to answer
+        self._unread: deque[Session] = deque()  # with messages that were not looked at yet
         self._last_number = 0
         self._is_stopping = False
         self._tidy_at_s = 0.0
@@ -108,8 +112,10 @@ class Service:
         """Serve. Returns after `stop`, with every session ended."""
         try:
             while not self._is_stopping:
-                for fd, events in self._epoll.poll(0 if self._line else _TIDY_S):
+                for fd, events in self._epoll.poll(0 if self._line or self._unread else _TIDY_S):
                     self._handle_event(fd, events)
+                for _ in range(len(self._unread)):
+                    self._take_some(self._unread.popleft())
                 for _ in range(len(self._line)):
                     self._answer_next(self._line.popleft())
                 if time.monotonic() >= self._tidy_at_s:
@@ -138,9 +144,8 @@ class Service:
         elif (known := self._sessions.get(fd)) is not None:
             if events & _WRITE:
                 known.flush()
-                if not known.has_unsent:
-                    self._epoll.modify(fd, _READ)
-            if events & ~_WRITE:
+                self._watch(known)
+            if events & ~_WRITE and not known.is_paused:
                 self._receive(known)
 
     # Coming ------------------------------------------------------------------------------------------------
@@ -167,7 +172,7 @@ class Service:
         if hello.version != wire.VERSION:
             raise ProtocolError(
                 f"the service (kvtide {__version__}) speaks version {wire.VERSION} and the client (kvtide "
-                f"{hello.software[:32]}) version {hello.version}: install the same kvtide on both sides"
+                f"{ascii(hello.software[:32])[1:-1]}) version {hello.version}: install the same kvtide on both sides"
             )
         principal = self._doorkeeper.admit(session.peer.uid, hello.token, hello.tenant)
         here = sum(each.principal is not None and each.principal.tenant == principal.tenant for each in self.sessions)
@@ -217,15 +222,40 @@ class Service:
             if messages is None:
                 self._end(session, "closed")
                 return
-            for body in messages:
+        except KvtideError as error:
+            self._cut_off(session, error)
+            return
+        session.unread.extend(messages)
+        self._take_some(session)
+
+    def _take_some(self, session: Session) -> None:
+        """Look at messages that have arrived; what is too much for one turn waits, and with it whatever comes after."""
+        try:
+            for _ in range(_TAKEN_MAX):
+                if session.is_over or not session.unread or session.queued_bytes > _QUEUED_BYTES_MAX:
+                    break
+                body = session.unread.popleft()
                 if session.principal is None:
                     self._log_in(session, wire.decode_hello(body))
                 else:
-                    self._take(session, wire.decode_request(body))
+                    self._take(session, wire.decode_request(body), len(body))
         except KvtideError as error:
             self._cut_off(session, error)
+        if session.is_over:
+            return
+        if session.unread:
+            self._unread.append(session)
+        if session.is_paused != bool(session.unread):
+            session.is_paused = bool(session.unread)
+            if session.late_at_s is not None:  # while nobody reads from it, it cannot be late
+                session.late_at_s = time.monotonic()
+            self._watch(session)
 
-    def _take(self, session: Session, request: wire.Request) -> None:
+    def _watch(self, session: Session) -> None:
+        wanted = (0 if session.is_paused else _READ) | (_WRITE if session.has_unsent else 0)
+        self._epoll.modify(session.fd, wanted)
+
+    def _take(self, session: Session, request: wire.Request, size_bytes: int) -> None:
         if isinstance(request, _AT_ONCE):
             self._answer(session, request)
         elif self._is_too_much(session, request):
@@ -235,7 +265,7 @@ class Service:
         else:
             if not session.requests:
                 self._line.append(session)
-            session.requests.append(request)
+            session.queue(request, size_bytes)
 
     def _is_too_much(self, session: Session, request: wire.Request) -> bool:
         if isinstance(request, wire.Publish):  # gives a lease back; more of them than leases is nobody's honest need
@@ -245,7 +275,7 @@ class Service:
     def _answer_next(self, session: Session) -> None:
         if session.is_over:
             return
-        request = session.requests.popleft()
+        request = session.next_request()
         if session.requests:
             self._line.append(session)
         self._answer(session, request)
@@ -266,14 +296,17 @@ class Service:
             result = error.kind
             answer = None if isinstance(request, _AT_ONCE) else _refusal(request.id, error)
         except Exception:
-            # A mistake of ours must not take the service from everybody else. It ends this session, loudly.
-            log.exception("node.request_failed op=%s session=%d", op, session.number)
-            self.meter.answered(op, "error", time.perf_counter() - began_s)
-            self._cut_off(session, ProtocolError("the service made a mistake with this request; its log says more"))
+            self._failed(session, op, began_s)
             return
         self.meter.answered(op, result, time.perf_counter() - began_s)
         if answer is not None:
             self._send(session, answer)
+
+    def _failed(self, session: Session, op: str, began_s: float) -> None:
+        """A mistake of ours must not take the service from everybody else. It ends this session, loudly."""
+        log.exception("node.request_failed op=%s session=%d", op, session.number)
+        self.meter.answered(op, "error", time.perf_counter() - began_s)
+        self._cut_off(session, ProtocolError("the service made a mistake with this request; its log says more"))
 
     def _answer_waiting(self, session: Session) -> None:
         done = [waiting for waiting in session.waiting if waiting.ticket.is_done]
@@ -286,6 +319,9 @@ class Service:
                 answer = waiting.answer(waiting.ticket.result)
             except KvtideError as error:
                 result, answer = error.kind, _refusal(waiting.id, error)
+            except Exception:
+                self._failed(session, waiting.op, waiting.began_s)
+                return
             self.meter.answered(waiting.op, result, time.perf_counter() - waiting.began_s)
             self._send(session, answer)
 
@@ -298,7 +334,7 @@ class Service:
             self._cut_off(session, error)
             return
         if session.has_unsent:
-            self._epoll.modify(session.fd, _READ | _WRITE)
+            self._watch(session)
 
     # Going -------------------------------------------------------------------------------------------------
 
@@ -317,6 +353,7 @@ class Service:
             return
         session.is_over = True
         session.requests.clear()
+        session.unread.clear()
         del self._sessions[session.fd]
         self._epoll.unregister(session.fd)
         session.close_connection()
@@ -345,7 +382,7 @@ class Service:
         for domain in self._domains:
             domain.store.poll()  # ends what is past its time
         for session in list(self._sessions.values()):
-            if session.late_at_s is not None and now_s - session.late_at_s > _LATE_S:
+            if session.late_at_s is not None and not session.is_paused and now_s - session.late_at_s > _LATE_S:
                 what = "log in" if session.principal is None else "finish a message"
                 self._cut_off(session, ProtocolError(f"a client has one second to {what}"))
 

@@ -57,7 +57,10 @@ class Session:
         self.peer = peer
         self.principal: Principal | None = None
         self.seats: Mapping[Digest, Seat] = {}  # by the tenant digest of the shelves that stand there
+        self.unread: deque[memoryview] = deque()  # messages that have arrived and were not looked at yet
+        self.is_paused = False  # nobody reads from it: it is their turn first
         self.requests: deque[wire.Request] = deque()
+        self.queued_bytes = 0  # of its requests
         self.waiting: list[Waiting] = []
         self.holdings: dict[int, Holding] = {}
         self.has_said_bye = False
@@ -67,6 +70,7 @@ class Session:
         self._inbox = wire.Inbox()
         self._outbox = bytearray()
         self._last_lease = 0
+        self._sizes: deque[int] = deque()  # of its requests
 
     @property
     def fd(self) -> int:
@@ -136,6 +140,15 @@ class Session:
             self._outbox.clear()
             return
         del self._outbox[:sent]
+
+    def queue(self, request: wire.Request, size_bytes: int) -> None:
+        self.requests.append(request)
+        self._sizes.append(size_bytes)
+        self.queued_bytes += size_bytes
+
+    def next_request(self) -> wire.Request:
+        self.queued_bytes -= self._sizes.popleft()
+        return self.requests.popleft()
 
     def hold(self, seat: Seat, what: Fetched | Reservation) -> int:
         """A number by which the client can return this."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from textwrap import fill
 from typing import Literal
 
 from kvtide import errors
@@ -51,8 +52,11 @@ class Series:
     kind: Kind
     help: str
     labels: Mapping[str, Values] = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()  # of a histogram: upper bounds, without the last, which is infinite
 
 
+# From a tenth of a millisecond, where a request in DRAM should be, to where an operator should look.
+_REQUEST_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0)
 _TIER = {"tier": TIERS}
 _LOWER = {"tier": LOWER_TIERS}
 _TARGET = {"target": LOWER_TIERS}
@@ -75,6 +79,7 @@ CATALOGUE: dict[str, Series] = {
             "histogram",
             "Time from taking up a request to its answer; of fetches with what they wait for.",
             {"op": OPS},
+            _REQUEST_BUCKETS,
         ),
         Series("kvtide_sessions", "gauge", "Clients that are logged in.", {"role": ROLES}),
         Series("kvtide_logins_total", "counter", "Clients that have logged in."),
@@ -139,7 +144,9 @@ _INTRO = """\
 
 What `GET /metrics` of the admin side exports, in the text format of Prometheus. Counters begin at 0 when the service
 starts. Every label has a closed set of values; `tenant` has the names in the settings (`group:NAME` for a share group,
-`default` where there are no tenants). Series are there once they have something to say.
+`default` where there are no tenants), and a kind of error is one of
+%s.
+Series are there once they have something to say.
 
 Made from `kvtide.observe.catalogue`; change it there.
 
@@ -173,8 +180,18 @@ def reference() -> str:
         f"| {each.help} |\n"
         for each in CATALOGUE.values()
     ]
-    return _INTRO + "".join(rows) + _EXAMPLES
+    kinds = fill(", ".join(f"`{kind}`" for kind in KINDS), 120)
+    return _INTRO % kinds + "".join(rows) + _EXAMPLES
 
 
 def _label(name: str, values: Values) -> str:
-    return f"`{name}`" if values == FROM_SETTINGS else f"`{name}`: {', '.join(values)}"
+    if values == FROM_SETTINGS:
+        return f"`{name}`"
+    words = (
+        [word for word in values if word not in KINDS] + ["a kind of error"] if set(values) >= set(KINDS) else values
+    )
+    return f"`{name}`: {', '.join(words)}"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -65,7 +65,7 @@ def _family(series: Series, samples: list[Sample]) -> Metric:
     for sample in samples:
         _check_labels(series, sample)
         if isinstance(family, HistogramMetricFamily):
-            assert isinstance(sample.value, Distribution)
+            assert isinstance(sample.value, Distribution) and tuple(sample.value.bounds) == series.buckets
             family.add_metric(sample.labels, _cumulative(sample.value), sample.value.sum)
         elif isinstance(family, CounterMetricFamily | GaugeMetricFamily):
             assert not isinstance(sample.value, Distribution)

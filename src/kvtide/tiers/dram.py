@@ -100,6 +100,13 @@ class DramTier(Tier):
         """Whose share blocks on this shelf are to be taken from."""
         return self._space.pools.pool_of(shelf)
 
+    def bytes_max_of(self, shelf: Shelf) -> int:
+        """What blocks of this shelf's pool may take together: a block above it can never be saved."""
+        with self.lock:
+            pools = self._space.pools
+            pool = pools.pool_of(shelf)
+            return min(self.bytes_max, pools.room_bytes(pool) + pools.used_bytes(pool))
+
     def set_quota(self, pool: int, quota: Quota) -> None:
         """Change a pool's share; blocks leave for it as others are taken. All reserves together must fit the arena."""
         with self.lock:

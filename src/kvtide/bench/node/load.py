@@ -298,8 +298,10 @@ class _Load:
         size = self._size
         self._start_s = time.monotonic()
         self._end_s = self._start_s + size.duration_s
-        workers = [self._worker(number) for number in range(size.clients)]
+        workers: list[Worker] = []
         try:
+            for number in range(size.clients):
+                workers.append(self._worker(number))
             kill_at_s = self._start_s + size.kill_every_s
             while (now_s := time.monotonic()) < self._end_s:
                 self.resident.append(resident_bytes(self._node.pid))
