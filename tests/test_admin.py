@@ -107,6 +107,7 @@ class Api:
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     with ServedNode(tmp_path_factory.mktemp("node"), config=CONFIG) as node:
         yield node
+        assert node.stop() == 0
 
 
 @pytest.fixture(scope="module")

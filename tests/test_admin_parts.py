@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -207,6 +208,31 @@ def test_a_mistake_of_ours_is_an_answer_and_a_line_in_the_log(
                 assert "secret of ours" not in response.text
     assert "admin.call_failed verb=usage" in caplog.text
     assert "admin.call_failed verb=metrics" in caplog.text
+
+
+def test_more_calls_than_may_wait_are_told_to_come_again(inside: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.node.admin.app._WAITING_MAX", 0)
+    with open_admin(inside) as url:
+        secret = (Path(inside.settings.folder) / "admin.token").read_text().strip()
+        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {secret}"}, trust_env=False) as http:
+            response = http.get("/v1/status")
+            assert (response.status_code, response.json()["error"]["kind"]) == (503, "busy")
+            assert http.get("/health").status_code == 200  # needs no thread
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(inside: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.node.admin.app._BODY_S", 0.05)
+    with open_admin(inside) as url:
+        secret = (Path(inside.settings.folder) / "admin.token").read_text().strip()
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            head = f"POST /v1/clear HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {secret}\r\n"
+            slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+            answer = slow.recv(4096)
+            while b"too_slow" not in answer and (more := slow.recv(4096)):
+                answer += more
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"too_slow" in answer
 
 
 def test_the_service_is_not_ready_when_its_loop_has_ended(inside: Node) -> None:

@@ -42,6 +42,7 @@ share_groups:
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     with ServedNode(tmp_path_factory.mktemp("tenants"), "--log-level", "debug", config=CONFIG) as node:
         yield node
+        assert node.stop() == 0
 
 
 @pytest.fixture(scope="module")

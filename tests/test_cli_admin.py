@@ -25,6 +25,7 @@ from test_admin import CONFIG, LAYOUT, NAMESPACE, Engine, tokens
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     with ServedNode(tmp_path_factory.mktemp("cli"), config=CONFIG) as node:
         yield node
+        assert node.stop() == 0
 
 
 @pytest.fixture(scope="module")

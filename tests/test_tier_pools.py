@@ -106,6 +106,34 @@ def test_a_flood_of_blocks_that_use_up_all_records_leaves_every_reserved_byte_in
 
 
 @both_tiers
+@pytest.mark.parametrize("payload_bytes", [PAYLOAD, 0], ids=["no room", "no record"])
+@pytest.mark.parametrize("batch", [1, 24])
+def test_whoever_comes_to_a_medium_that_is_all_reserved_gets_nothing(
+    kind: str, tmp_path: Path, payload_bytes: int, batch: int
+) -> None:
+    with opened(kind, tmp_path, pools_of(Quota(BYTES_MAX))) as tier:
+        flood(tier, ALICE, 16, payload_bytes, times=2)
+        before = tier.stats()
+        assert before.pools[1].evicted_blocks > 0
+        assert tier.write(many("bobs", batch, payload_bytes, BOB)) == [REJECTED] * batch
+        after = tier.stats()
+        assert (after.blocks, after.evicted_blocks) == (before.blocks, before.evicted_blocks)
+
+
+@both_tiers
+@pytest.mark.parametrize("batch", [1, 7, 10])
+def test_a_pool_at_its_bound_costs_nobody_else_a_block(kind: str, tmp_path: Path, batch: int) -> None:
+    with opened(kind, tmp_path, pools_of(Quota(), Quota(0, 10 * BLOCK))) as tier:
+        store(tier, many("first", 10, PAYLOAD, BOB))
+        flood(tier, NOBODY, 16, times=1)
+        store(tier, many("second", 10, PAYLOAD, BOB))
+        evicted = tier.stats().pools[0].evicted_blocks
+        for i in range(5):
+            store(tier, many(i, batch, PAYLOAD, BOB))
+        assert tier.stats().pools[0].evicted_blocks == evicted
+
+
+@both_tiers
 @pytest.mark.parametrize("batch", [1, 20])
 def test_a_reserve_can_be_had_though_others_were_first(kind: str, tmp_path: Path, batch: int) -> None:
     mine = many("mine", 40, PAYLOAD, ALICE)

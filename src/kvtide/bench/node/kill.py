@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,8 +31,22 @@ from kvtide.tickets import Fetched, Ticket
 _MIB = 1 << 20
 _LAYOUT = Layout(layers=2, pages=16, page_tokens=16, page_bytes=2048)  # 64 KiB
 _CALLS = CallSettings()  # what engines have: nothing is patient here
-_COUNTS = ("calls", "hits", "compared", "wrong", "saved", "worst_over_ns", "last_hit_ns")
+_COUNTS = (
+    "calls",
+    "hits",
+    "compared",
+    "wrong",
+    "saved",
+    "worst_over_ns",
+    "worst_queued_ns",
+    "worst_call",
+    "last_hit_ns",
+)
+_KINDS = ("match_and_lease", "match", "fetch", "reserve", "publish")
 _BACK_S_MAX = 30.0
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +66,14 @@ QUICK = Size(kills=3, up_s=1.0)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`worst_over_s`: by how much a call was late at most. `back_s`: from the restart to everyone's hit, each time."""
+    """`worst_over_s`: by how much a call was late at most; `worst_queued_s`: how long it stood in line for a CPU
+    meanwhile, which is the machine's doing. `back_s`: from the restart to everyone's hit, each time."""
 
     kills: int
     counts: dict[str, int]
     worst_over_s: float
+    worst_queued_s: float
+    worst_call: str
     back_s: tuple[float, ...]
     seed: int
 
@@ -64,7 +81,8 @@ class Result:
         counts = self.counts
         return (
             f"{self.kills} kills, {counts['calls']:,} calls, {counts['hits']:,} hits, {counts['compared']:,} blocks"
-            f" compared, {counts['saved']:,} saved, seed {self.seed}"
+            f" compared, {counts['saved']:,} saved; the latest call, a {self.worst_call}, waited"
+            f" {1e3 * self.worst_queued_s:,.0f} ms for a CPU; seed {self.seed}"
         )
 
 
@@ -89,49 +107,46 @@ class Caller(Job):
     def stop(self) -> None:
         """Does nothing: that it was told is enough."""
 
-    def _wait(self, ticket: Ticket[Any], start_s: float, deadline_s: float) -> None:
-        """To the end of a call that was begun then, and must be over by its deadline."""
+    def _call(self, kind: str, deadline_s: float, begin: Callable[[], Ticket[T]]) -> T:
+        """Make a call to its end, which must come by its deadline."""
+        queued_ns, start_s = _queued_ns(), time.monotonic()
+        ticket = begin()
         self._client.wait(ticket)
         over_ns = int((time.monotonic() - start_s - deadline_s) * 1e9)
         self._tally.add("calls")
         if over_ns > self._tally["worst_over_ns"]:
             self._tally["worst_over_ns"] = over_ns
+            self._tally["worst_queued_ns"] = _queued_ns() - queued_ns
+            self._tally["worst_call"] = _KINDS.index(kind)
+        return ticket.result
 
     def _read(self) -> None:
         keys = chain_keys(f"kept-{self._random.randrange(self._chains)}", self._chain_blocks)
         deadline_s = self._random.choice((0.02, 0.1, 0.5))
-        start_s = time.monotonic()
-        ticket = self._client.match_and_lease([self._shelf], keys, deadline_s=deadline_s)
-        self._wait(ticket, start_s, deadline_s)
-        self._use(keys, ticket.result.fetched[0])
+        leased = self._call(
+            "match_and_lease",
+            deadline_s,
+            lambda: self._client.match_and_lease([self._shelf], keys, deadline_s=deadline_s),
+        )
+        self._use(keys, leased.fetched[0])
         if not self._client.is_connected:
             time.sleep(0.001)  # it would be a loop without a breath, and what is missed costs an engine more
 
     def _fetch(self) -> None:
         keys = chain_keys(f"kept-{self._random.randrange(self._chains)}", self._chain_blocks)
-        start_s = time.monotonic()
-        match = self._client.match([self._shelf], keys)
-        self._wait(match, start_s, _CALLS.match_s)
-        plan = self._client.plan(match.result)
-        start_s = time.monotonic()
-        ticket = self._client.fetch(plan, deadline_s=0.05)
-        self._wait(ticket, start_s, 0.05)
-        self._use(keys, ticket.result)
+        match = self._call("match", _CALLS.match_s, lambda: self._client.match([self._shelf], keys))
+        plan = self._client.plan(match)
+        self._use(keys, self._call("fetch", 0.05, lambda: self._client.fetch(plan, deadline_s=0.05)))
 
     def _save(self) -> None:
         """A chain of its own, that others never ask for: one of a bounded number, so many are there already."""
         keys = chain_keys(f"own-{self._number}-{self._random.randrange(4 * self._chains)}", self._chain_blocks)
-        start_s = time.monotonic()
-        ticket = self._client.reserve(self._shelf, keys, _LAYOUT)
-        self._wait(ticket, start_s, _CALLS.control_s)
-        reservation = ticket.result
+        reservation = self._call("reserve", _CALLS.control_s, lambda: self._client.reserve(self._shelf, keys, _LAYOUT))
         for key, payload in zip(keys, reservation.payloads, strict=True):
             if payload is not None:
                 payload[:] = pattern(Address(self._shelf, key), len(payload))
-        start_s = time.monotonic()
-        published = self._client.publish(reservation)
-        self._wait(published, start_s, _CALLS.control_s)
-        self._tally.add("saved", sum(outcome is Outcome.HIT for outcome in published.result))
+        outcomes = self._call("publish", _CALLS.control_s, lambda: self._client.publish(reservation))
+        self._tally.add("saved", sum(outcome is Outcome.HIT for outcome in outcomes))
 
     def _use(self, keys: list[Key], fetched: Fetched) -> None:
         for key, payload in zip(keys, fetched.payloads, strict=False):
@@ -145,6 +160,14 @@ class Caller(Job):
 
     def close(self) -> None:
         self._client.close()
+
+
+def _queued_ns() -> int:
+    """How long this thread was ready to run and had no CPU, since it began; 0 where the kernel does not count it."""
+    try:
+        return int(_SCHEDSTAT.read_text().split()[1])
+    except OSError:
+        return 0
 
 
 def run_kills(folder: Path, size: Size, seed: int, tell: Callable[[str], None]) -> Result:
@@ -183,8 +206,16 @@ def run_kills(folder: Path, size: Size, seed: int, tell: Callable[[str], None]) 
             worker.hear()
             worker.hear()
     counts = {name: sum(tally[name] for tally in tallies) for name in _COUNTS[:5]}
-    worst_over_s = max(tally["worst_over_ns"] for tally in tallies) / 1e9
-    return Result(size.kills, counts, worst_over_s, tuple(back_s), seed)
+    worst = max(tallies, key=lambda tally: tally["worst_over_ns"])
+    return Result(
+        size.kills,
+        counts,
+        worst["worst_over_ns"] / 1e9,
+        worst["worst_queued_ns"] / 1e9,
+        _KINDS[worst["worst_call"]],
+        tuple(back_s),
+        seed,
+    )
 
 
 def _keep(socket: Path, size: Size) -> None:
