@@ -124,9 +124,8 @@ def test_whoever_comes_to_a_medium_that_is_all_reserved_gets_nothing(
 @pytest.mark.parametrize("batch", [1, 7, 10])
 def test_a_pool_at_its_bound_costs_nobody_else_a_block(kind: str, tmp_path: Path, batch: int) -> None:
     with opened(kind, tmp_path, pools_of(Quota(), Quota(0, 10 * BLOCK))) as tier:
-        store(tier, many("first", 10, PAYLOAD, BOB))
+        store(tier, many("bobs", 10, PAYLOAD, BOB))
         flood(tier, NOBODY, 16, times=1)
-        store(tier, many("second", 10, PAYLOAD, BOB))
         evicted = tier.stats().pools[0].evicted_blocks
         for i in range(5):
             store(tier, many(i, batch, PAYLOAD, BOB))

@@ -37,7 +37,6 @@ faults = FaultLog(log)
 _LATE_S = 0.8  # for a login, or for the rest of a message: cut off within a second, housekeeping included
 _TIDY_S = 0.1
 _STRANGERS_MAX = 64  # connections that have not logged in
-_ACCEPTED_MAX = 64  # connections in one turn: more than come in at once would find the kernel's queue of them full
 _TAKEN_MAX = 256  # messages of one session in one turn: a few milliseconds, though thousands of them fit into a read
 _QUEUED_BYTES_MAX = 1 << 20  # of one session's requests, beyond which no more are taken until some are answered
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
@@ -139,9 +138,7 @@ class Service:
                 if session.waiting:
                     self._answer_waiting(session)
         elif fd == self._listener.fileno():
-            for _ in range(_ACCEPTED_MAX):
-                if not self._accept():
-                    break
+            self._accept()
         elif fd in self._processes:
             self._process_died(self._processes[fd])
         elif (known := self._sessions.get(fd)) is not None:
@@ -153,27 +150,23 @@ class Service:
 
     # Coming ------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> bool:
-        """Let one in, or turn it away. False: nobody else stands at the door."""
+    def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return False
         except OSError as error:  # out of file descriptors, or the client has changed its mind
             faults.warn("node.accept_failed", error=error.strerror)
-            return False
+            return
         connection.setblocking(False)
         strangers = sum(session.principal is None for session in self._sessions.values())
         if strangers >= _STRANGERS_MAX:
             _refuse(connection, Busy("too many clients are logging in at this moment: try again"))
             connection.close()
             self.meter.cut_off["busy"] += 1
-            return True
+            return
         self._last_number += 1
         session = Session(self._last_number, connection, peer_of(connection), time.monotonic())
         self._sessions[session.fd] = session
         self._epoll.register(session.fd, _READ)
-        return True
 
     def _log_in(self, session: Session, hello: wire.Hello) -> None:
         if hello.version != wire.VERSION:
@@ -182,7 +175,7 @@ class Service:
                 f"{ascii(hello.software[:32])[1:-1]}) version {hello.version}: install the same kvtide on both sides"
             )
         principal = self._doorkeeper.admit(session.peer.uid, hello.token, hello.tenant)
-        everybody = {*self._sessions.values(), *self._processes.values()}  # those that linger, too: each has a file open
+        everybody = {*self._sessions.values(), *self._processes.values()}  # those that linger, too: each is a file
         here = sum(each.principal is not None and each.principal.tenant == principal.tenant for each in everybody)
         if here >= self._settings.node.sessions_max:
             raise Busy(f"{here} sessions are open: raise node.sessions_max, or close some")
