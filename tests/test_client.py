@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -25,6 +27,7 @@ from kvtide.config import CallSettings
 from kvtide.errors import Closed, ConfigError, Denied, ProtocolError, Rejected, Unavailable
 from kvtide.keys import Digest
 from kvtide.memory.arena import Arena
+from kvtide.outcome import Outcome
 from kvtide.testing.blocks import chain_keys
 from kvtide.testing.node import ServedNode
 from kvtide.testing.store_suite.tools import (
@@ -105,7 +108,8 @@ def assert_misses(results: Sequence[Any]) -> None:
     match, leased, fetched, pinned, prefetched, reservation, scope = results
     assert (match.blocks, leased.blocks, leased.matched_blocks) == (0, 0, 0)
     for each in (fetched, pinned, *leased.fetched):
-        assert (each.blocks, each.lease, each.outcome, each.payloads) == (0, None, TIMEOUT, [])
+        assert (each.blocks, each.lease, each.payloads) == (0, None, [])
+        assert each.outcome in (TIMEOUT, Outcome.ERROR)  # no answer, or nobody to ask
     assert (prefetched, scope) == (0, None)
     assert (reservation.outcomes, reservation.payloads) == ([REJECTED] * 3, [None] * 3)
 
@@ -381,8 +385,8 @@ def test_only_the_newest_tickets_wait_for_a_poll(steady: ServedNode) -> None:
     with steady.connect() as client:
         user = user_of(client)
         for _ in range(100):
-            for ticket in [client.match([user.here], KEYS[:1]) for _ in range(50)]:
-                user.done(ticket)
+            tickets = [client.match([user.here], KEYS[:1]) for _ in range(50)]
+            user.done(tickets[-1])  # answers come in order, so all are done now
         assert 1000 < len(client.poll()) < 5000
 
 
@@ -515,7 +519,7 @@ class FakeService:
                     wire.decode_hello(body)
                     arenas = (wire.ArenaInfo(ARENA_BYTES, True),)
                     welcome = wire.Welcome(
-                        self._version, __version__, 1, "default", "engine", arenas, 1 << 19, 64, 10.0
+                        self._version, __version__, 1, "default", "engine", arenas, 1 << 19, 64, 10.0, 7
                     )
                     socket.send_fds(connection, [wire.encode(welcome)], [self._arena.fd])
                     is_welcome = True
@@ -526,7 +530,7 @@ class FakeService:
     def _answer(self, connection: socket.socket, request: wire.Request) -> bool:
         if isinstance(request, wire.Return):
             self.returned += request.leases
-        elif not isinstance(request, wire.Bye):
+        elif not isinstance(request, wire.Bye | wire.Keep):
             answer = self._answers.pop(0)(request.id)  # type: ignore[union-attr] # the tests ask for nothing else
             connection.sendall(answer if isinstance(answer, bytes) else wire.encode(answer))
             return answer != b""
@@ -662,3 +666,63 @@ def test_a_service_that_is_lost_right_after_each_login_is_looked_for_as_long_as_
                 break
             assert time.monotonic() < end_s
             threading.Event().wait(0.001)
+
+
+# What a lost connection held ---------------------------------------------------------------------------------
+
+
+def lose_connection(node: ServedNode, client: Client) -> None:
+    """The service stands still until the client gives it up, and then goes on."""
+    with stopped(node):
+        while client.is_connected:
+            client.report_prefill(NAMESPACE, 1, 0.001)
+    eventually(lambda: client.is_connected, "the client is back")
+
+
+def test_a_lease_of_a_lost_connection_holds_until_it_is_returned_through_the_next_one(node: ServedNode) -> None:
+    with node.connect() as witness, node.connect() as client:
+        watching, user = user_of(witness), user_of(client)
+        user.save()
+        held, returned = user.fetch(), user.fetch()
+        assert watching.leases == 2
+        lose_connection(node, client)
+        eventually(lambda: client.poll() is not None and watching.leases == 2, "both are still held")
+        user.assert_right(held)
+        client.release(returned)
+        eventually(lambda: watching.leases == 1, "one is back")
+        user.assert_right(held)
+        client.release(held)
+        client.release(held)
+        eventually(lambda: watching.leases == 0, "both are back")
+        user.assert_right(user.fetch())
+
+
+def test_a_reservation_of_a_lost_connection_cannot_be_published_but_comes_back(node: ServedNode) -> None:
+    with node.connect() as witness, node.connect() as client:
+        watching, user = user_of(witness), user_of(client)
+        reservation = user.done(client.reserve(user.here, KEYS, LAYOUT))
+        lose_connection(node, client)
+        assert user.done(client.publish(reservation)) == [REJECTED] * len(KEYS)
+        client.abort(reservation)
+        eventually(lambda: watching.leases == 0, "the slots are back")
+        watching.save()
+        user.assert_right(user.fetch())
+
+
+def test_a_process_cannot_return_what_another_one_holds(node: ServedNode) -> None:
+    with node.connect() as witness:
+        user = user_of(witness)
+        user.save()
+        held = user.fetch()
+        code = (
+            "import sys; from kvtide import wire; from kvtide.client import connect\n"
+            "with connect('unix:' + sys.argv[1]) as other:\n"
+            "    for session in range(1, 20):\n"
+            "        other._tell(wire.Return(tuple(range(1, 50)), session)); other._tell(wire.Keep(session, ()))\n"
+            "    print(other.stats()['leases'])\n"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", code, str(node.socket)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
+        user.assert_right(held)

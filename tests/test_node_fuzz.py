@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
@@ -54,7 +55,7 @@ SEEDS = [
     wire.encode(message)[wire.LENGTH_BYTES :]
     for message in (
         wire.Hello(1, "0.1", "token", "tenant"),
-        wire.Welcome(1, "0.1", 3, "a", "engine", (wire.ArenaInfo(1 << 30, True),), 1, 2, 3.5),
+        wire.Welcome(1, "0.1", 3, "a", "engine", (wire.ArenaInfo(1 << 30, True),), 1, 2, 3.5, 7),
         wire.Refused(0, "busy", "later"),
         wire.OpenScope(1, DIGEST, DIGEST, "group"),
         wire.Find(1, (SHELF, SHELF), b"".join(KEYS[:3])),
@@ -719,6 +720,9 @@ def try_send(line: socket.socket, data: bytes) -> None:
         line.sendall(data)
 
 
+_names = (f"good/{number}" for number in itertools.count())
+
+
 class Good:
     """A client that does everything right, again and again, in a thread of its own. `faults`: what was wrong."""
 
@@ -741,7 +745,7 @@ class Good:
             self.faults.append(repr(error))
 
     def _round(self) -> None:
-        client, name = self._client, f"{id(self)}/{self.rounds}"
+        client, name = self._client, next(_names)
         ticket = client.open_scope(blocks.shelf().namespace)
         client.wait(ticket)
         assert ticket.result is not None, "no scope"

@@ -44,6 +44,8 @@ REQUESTS: list[wire.Request] = [
     wire.AskStats(1),
     wire.ReportPrefill(DIGEST, 4096, 1.5),
     wire.Bye(),
+    wire.Return((1, 2), 3),
+    wire.Keep(3, (1, 2)),
 ]
 ANSWERS: list[wire.Answer] = [
     wire.Refused(0, "denied", "no"),
@@ -58,7 +60,7 @@ ANSWERS: list[wire.Answer] = [
 ]
 WELCOMES: list[wire.Welcome | wire.Refused] = [
     wire.Welcome(
-        1, "0.1", 3, "search", "engine", (wire.ArenaInfo(1 << 30, True), wire.ArenaInfo(4096, False)), 1, 2, 3.5
+        1, "0.1", 3, "search", "engine", (wire.ArenaInfo(1 << 30, True), wire.ArenaInfo(4096, False)), 1, 2, 3.5, 7
     ),
     wire.Refused(0, "busy", "later"),
 ]

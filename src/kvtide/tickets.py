@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvtide.errors import Rejected
 from kvtide.keys import Key, Shelf
 from kvtide.layout import Memory
 from kvtide.memory.arena import PAGE_BYTES
@@ -23,6 +24,12 @@ T = TypeVar("T")
 def slot_bytes(frame_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """What frames take in an arena."""
     return -(-frame_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def check_pages(first_page: int, pages_per_block: int) -> None:
+    """Raise Rejected unless these can be pages of a prompt."""
+    if not 0 <= first_page < 1 << 32 or not 1 <= pages_per_block < 1 << 32:
+        raise Rejected(f"page {first_page} of blocks of {pages_per_block} pages: give 0 or more, and 1 or more")
 
 
 class Ticket(Generic[T]):
@@ -62,6 +69,7 @@ class Match:
 
     def plan(self, bytes_max: int, first_page: int = 0, pages_per_block: int = 1) -> Plan:
         """All of it from `first_page` on, as far as `bytes_max` goes."""
+        check_pages(first_page, pages_per_block)
         first_block, page = divmod(first_page, pages_per_block)
         first_block = min(first_block, self.blocks)
         sizes = [slot_bytes(each[first_block : self.blocks]) for each in self.frame_bytes]

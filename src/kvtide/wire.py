@@ -35,6 +35,7 @@ KEYS_MAX: Final = 16_384  # of one message: with a size and a tier for each, wel
 SHELVES_MAX: Final = 64
 LEASES_MAX: Final = 4096
 ARENAS_MAX: Final = 64
+RECEIVE_BYTES: Final = 1 << 16  # at a time: what is larger is mapped and unmapped by malloc for each call
 
 _LENGTH: Final = struct.Struct("<I")
 LENGTH_BYTES: Final = _LENGTH.size
@@ -78,6 +79,7 @@ class Welcome(Struct, tag=1, array_like=True, frozen=True):
     request_bytes_max: Number
     requests_max: Number
     fetch_s: Seconds
+    instance: Number  # of the service: another one after each start
 
 
 class Refused(Struct, tag=2, array_like=True, frozen=True):
@@ -177,9 +179,13 @@ class Counted(Struct, tag=19, array_like=True, frozen=True):
 
 
 class Return(Struct, tag=20, array_like=True, frozen=True):
-    """Leases come back: what was read is copied, what was reserved stays unfilled. No answer."""
+    """Leases come back: what was read is copied, what was reserved stays unfilled. No answer.
+
+    `session`: an earlier one of the same process, whose connection was lost; 0: this one.
+    """
 
     leases: Numbers
+    session: Number = 0
 
 
 class Reserve(Struct, tag=21, array_like=True, frozen=True):
@@ -248,6 +254,13 @@ class Bye(Struct, tag=29, array_like=True, frozen=True):
     """The last word: nothing is being copied any more, and everything that was held comes back."""
 
 
+class Keep(Struct, tag=30, array_like=True, frozen=True):
+    """Of an earlier session of the same process, only these leases are still in use. No answer."""
+
+    session: Number
+    leases: Numbers
+
+
 Request: TypeAlias = (
     OpenScope
     | Find
@@ -261,6 +274,7 @@ Request: TypeAlias = (
     | AskStats
     | ReportPrefill
     | Bye
+    | Keep
 )
 Answer: TypeAlias = Refused | ScopeOpened | Found | PiecesLeased | PieceFetched | Counted | Reserved | Published | Stats
 

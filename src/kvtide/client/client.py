@@ -28,13 +28,13 @@ from kvtide.client.connection import Connection
 from kvtide.config import CallSettings
 from kvtide.deadline import Deadline
 from kvtide.errors import Closed, ConfigError, Denied, KvtideError, MediumFailed, ProtocolError, Rejected, Unavailable
-from kvtide.keys import NO_PARENT, Digest, Key, Keys, Shelf, check_chain, scope_digest
+from kvtide.keys import KEY_BYTES, NO_PARENT, Digest, Key, Keys, Shelf, check_chain, scope_digest
 from kvtide.layout import Layout, Memory
 from kvtide.memory.leases import Lease, Use
 from kvtide.observe.fault_log import FaultLog
 from kvtide.outcome import Outcome
 from kvtide.tenant import Scope
-from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Slots, Ticket
+from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Slots, Ticket, check_pages
 
 log = logging.getLogger(__name__)
 faults = FaultLog(log)
@@ -57,7 +57,7 @@ class Asked(Generic[T]):
     ticket: Ticket[T]
     due_at_s: float
     read: Callable[[Any], T]  # from the answer
-    miss: Callable[[], T]  # what it is without one
+    miss: Callable[[Outcome], T]  # what it is without one, and why
 
 
 def connect(
@@ -113,6 +113,7 @@ class Client:
         self._scopes: OrderedDict[tuple[Digest, str, str], Scope] = OrderedDict()
         self._connections = 0
         self._connection: Connection | None = None
+        self._former: dict[int, Connection] = {}  # lost ones, by number, to the service that may still be there
         self._request_bytes_max = 0
         self._is_closed = threading.Event()
         self._looks: threading.Thread | None = None
@@ -149,18 +150,27 @@ class Client:
                 return
             self._connections = connection.number
             self._connection = connection
+            self._tell_of_former(connection)
             self._request_bytes_max = connection.welcome.request_bytes_max
         log.info("client.connected path=%s tenant=%s", self._path, connection.welcome.tenant)
+
+    def _tell_of_former(self, connection: Connection) -> None:
+        """The same service still keeps what lost connections held: say what of it is in use. With the lock held."""
+        instance = connection.welcome.instance
+        self._former = {n: lost for n, lost in self._former.items() if lost.welcome.instance == instance}
+        for lost in self._former.values():
+            self._tell(wire.Keep(lost.welcome.session, tuple(lost.held)))
 
     def _lost(self, error: KvtideError) -> None:
         """Everything under way is a miss now; look for the service in the background."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close(is_goodbye=False)
+                self._former[self._connection.number] = self._connection
                 self._connection = None
             asked, self._asked = self._asked, {}
             for each in asked.values():
-                self._complete(each.ticket, each.miss())
+                self._complete(each.ticket, each.miss(Outcome.ERROR))
             self._changed.notify_all()
             if self._is_closed.is_set():
                 return
@@ -193,7 +203,7 @@ class Client:
         make: Callable[[int], wire.Request],
         timeout_s: float,
         read: Callable[[Any], T],
-        miss: Callable[[], T],
+        miss: Callable[[Outcome], T],
         *,
         is_owed: bool = False,
     ) -> Ticket[T]:
@@ -202,8 +212,10 @@ class Client:
         self._check_process()
         with self._lock:
             connection = self._usable()
-            if connection is None or (not is_owed and len(self._asked) >= connection.welcome.requests_max):
-                return Ticket.done(miss())
+            if connection is None:
+                return Ticket.done(miss(Outcome.ERROR))
+            if not is_owed and len(self._asked) >= connection.welcome.requests_max:
+                return Ticket.done(miss(Outcome.REJECTED))
             self._last_id = self._last_id % (wire.MESSAGE_BYTES_MAX * 4) + 1
             ticket: Ticket[T] = Ticket()
             self._asked[self._last_id] = Asked(ticket, time.monotonic() + timeout_s, read, miss)
@@ -248,7 +260,7 @@ class Client:
         overdue = [id for id, asked in self._asked.items() if asked.due_at_s <= now_s]
         for id in overdue:
             asked = self._asked.pop(id)
-            self._complete(asked.ticket, asked.miss())
+            self._complete(asked.ticket, asked.miss(Outcome.TIMEOUT))
 
     def _take(self, connection: Connection, answer: wire.Answer) -> None:
         asked = self._asked.pop(answer.id, None)
@@ -264,7 +276,7 @@ class Client:
             try:
                 self._complete(asked.ticket, asked.read(answer))
             except (AttributeError, IndexError, ProtocolError) as error:
-                self._complete(asked.ticket, asked.miss())
+                self._complete(asked.ticket, asked.miss(Outcome.ERROR))
                 raise ProtocolError(f"the service's answer does not fit the request: {error}") from error
 
     def _complete(self, ticket: Ticket[Any], result: Any) -> None:
@@ -279,6 +291,8 @@ class Client:
         `group`: of a share group that this tenant reads. None when the service gives none, or is gone; those that
         were given before are remembered.
         """
+        if len(namespace) != KEY_BYTES:
+            raise Rejected(f"a namespace is a digest of {KEY_BYTES} bytes, not of {len(namespace)}")
         place = (namespace, name, group)
         self._check_process()
         with self._lock:
@@ -295,7 +309,7 @@ class Client:
             return scope
 
         return self._ask(
-            lambda id: wire.OpenScope(id, namespace, digest, group), self._calls.control_s, read, lambda: None
+            lambda id: wire.OpenScope(id, namespace, digest, group), self._calls.control_s, read, lambda _: None
         )
 
     def match(self, shelves: Sequence[Shelf], keys: Sequence[Key]) -> Ticket[Match]:
@@ -317,7 +331,7 @@ class Client:
             lambda id: wire.Find(id, _pack(shelves), joined.joined),
             self._calls.match_s,
             read,
-            lambda: Match(shelves, joined, 0, *nothing),
+            lambda _: Match(shelves, joined, 0, *nothing),
         )
 
     def plan(self, match: Match, *, first_page: int = 0, pages_per_block: int = 1) -> Plan:
@@ -341,6 +355,7 @@ class Client:
         `release` each of the fetched ones; what one shelf brought and another did not is among them.
         """
         shelves = _checked(shelves)
+        check_pages(first_page, pages_per_block)
         deadline_s = self._fetch_s(deadline_s)
 
         def read(answer: wire.PiecesLeased) -> Leased:
@@ -349,11 +364,11 @@ class Client:
             fetched = tuple(self._fetched(piece) for piece in answer.pieces)
             return Leased(answer.matched_blocks, answer.first_block, fetched)
 
-        def miss() -> Leased:
-            return Leased(0, 0, tuple(Fetched(0, 0, None, outcome=Outcome.TIMEOUT) for _ in shelves))
+        def miss(why: Outcome) -> Leased:
+            return Leased(0, 0, tuple(Fetched(0, 0, None, outcome=why) for _ in shelves))
 
         if not shelves:
-            return Ticket.done(miss())
+            return Ticket.done(miss(Outcome.HIT))
         joined = Keys.of(keys[: _keys_max(shelves)]).joined
         return self._ask(
             lambda id: wire.MatchAndLease(
@@ -385,7 +400,7 @@ class Client:
             lambda id: wire.Fetch(id, place, keys, sizes, tiers, plan.first_page, pin_s, _for_the_service(deadline_s)),
             deadline_s,
             lambda answer: self._fetched(answer.piece),
-            lambda: Fetched(0, 0, None, outcome=Outcome.TIMEOUT),
+            lambda why: Fetched(0, 0, None, outcome=why),
         )
 
     def _fetch_s(self, deadline_s: float | None) -> float:
@@ -414,6 +429,7 @@ class Client:
         assert self._connection is not None
         lease = Lease(use, self._connection.number, _NO_ROWS, 0, 0.0)
         lease.number = number
+        self._connection.held.add(number)
         return lease
 
     def release(self, fetched: Fetched) -> None:
@@ -426,8 +442,13 @@ class Client:
             if lease is None or lease.is_over:
                 return
             lease.is_over = True
-            if self._connection is not None and lease.holder == self._connection.number:
+            connection = self._connection
+            if connection is not None and lease.holder == connection.number:
+                connection.held.discard(lease.number)
                 self._tell(wire.Return((lease.number,)))
+            elif (lost := self._former.get(lease.holder)) is not None:
+                lost.held.discard(lease.number)
+                self._tell(wire.Return((lease.number,), lost.welcome.session))
 
     def prefetch(self, plan: Plan, shelf: Shelf | None = None) -> Ticket[int]:
         """Begin to bring the plan's blocks up into DRAM. The result is how many are there or on their way."""
@@ -438,7 +459,7 @@ class Client:
             lambda id: wire.Prefetch(id, place, keys, sizes, tiers),
             self._calls.control_s,
             lambda answer: int(answer.count),
-            lambda: 0,
+            lambda _: 0,
         )
 
     # Writing -----------------------------------------------------------------------------------------------
@@ -471,7 +492,7 @@ class Client:
             lease = self._lease(Use.WRITE, answer.lease) if answer.lease else None
             return Reservation(shelf, keys, outcomes, slots, [], lease)
 
-        def miss() -> Reservation:
+        def miss(_: Outcome) -> Reservation:
             none = Slots(np.empty(0, np.uint8), _NO_ROWS, _NO_ROWS)
             return Reservation(shelf, keys, [Outcome.REJECTED] * len(keys), none, [])
 
@@ -510,12 +531,13 @@ class Client:
             if lease.is_over or self._connection is None or lease.holder != self._connection.number:
                 return Ticket.done(too_late)
             lease.is_over = True
+            self._connection.held.discard(lease.number)
             beyond = too_late[wire.KEYS_MAX :]
             return self._ask(
                 lambda id: wire.Publish(id, lease.number, None if which is None else np.array(which, "<u4").tobytes()),
                 self._calls.control_s,
                 lambda answer: wire.unpack_outcomes(answer.outcomes) + beyond,
-                lambda: too_late,
+                lambda _: too_late,
                 is_owed=True,
             )
 
@@ -549,6 +571,8 @@ class Client:
                 self._receive()
                 if ticket.is_done or end.has_passed:
                     self._changed.notify_all()
+                    if ticket.is_done and ticket in self._completed:
+                        self._completed.remove(ticket)  # who waited for it knows: no poll need keep its result
                     return ticket.is_done
                 due_s = min((asked.due_at_s for asked in self._asked.values()), default=float("inf")) - time.monotonic()
                 self._wait_for_news(max(0.0, min(end.left_s, due_s, 1.0)))
@@ -586,7 +610,7 @@ class Client:
 
     def _answer(self, make: Callable[[int], wire.Request], timeout_s: float) -> wire.Answer:
         """Ask, and wait: for calls that must not fail in silence."""
-        ticket: Ticket[wire.Answer | None] = self._ask(make, timeout_s, _as_it_is, lambda: None)
+        ticket: Ticket[wire.Answer | None] = self._ask(make, timeout_s, _as_it_is, lambda _: None)
         self.wait(ticket, timeout_s + 1.0)
         answer = ticket.result if ticket.is_done else None
         if answer is None:
@@ -608,7 +632,7 @@ class Client:
             self._is_closed.set()
             asked, self._asked = self._asked, {}
             for each in asked.values():
-                self._complete(each.ticket, each.miss())
+                self._complete(each.ticket, each.miss(Outcome.ERROR))
             self._completed.clear()  # their results hold the arena
             self._changed.notify_all()
         if self._looks is not None:
@@ -626,7 +650,7 @@ def _as_it_is(answer: wire.Answer) -> wire.Answer:
 
 
 def _refused(asked: Asked[Any], answer: wire.Refused) -> Any:
-    return answer if asked.read is _as_it_is else asked.miss()
+    return answer if asked.read is _as_it_is else asked.miss(Outcome.REJECTED)
 
 
 _ERRORS: dict[str, type[KvtideError]] = {error.kind: error for error in (Denied, MediumFailed, Rejected)}

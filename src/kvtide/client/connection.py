@@ -16,9 +16,9 @@ from kvtide.deadline import Deadline
 from kvtide.errors import Busy, ConfigError, Denied, KvtideError, ProtocolError, Rejected, Unavailable
 from kvtide.layout import Memory
 from kvtide.memory.arena import map_arena, populate
+from kvtide.spin import Spin
 
 _OUTBOX_BYTES_MAX = 1 << 20  # of requests that the service does not take; then it counts as gone
-_RECEIVE_BYTES = 1 << 18
 _PATH_BYTES_MAX = 107  # sun_path holds 108, with the zero at its end
 _REFUSALS: dict[str, type[KvtideError]] = {error.kind: error for error in (Busy, Denied, ProtocolError, Rejected)}
 
@@ -29,8 +29,10 @@ class Connection:
     def __init__(self, path: Path, token: str, tenant: str, number: int, deadline: Deadline) -> None:
         """Log in. Blocks until the deadline; raises Unavailable, or Denied and its like when turned away."""
         self.number = number
+        self.held: set[int] = set()  # numbers of leases that were not returned
         self._inbox = wire.Inbox(wire.MESSAGE_BYTES_MAX)
         self._outbox = bytearray()
+        self._spin = Spin()
         self._is_stopped = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -120,7 +122,7 @@ class Connection:
         answers: list[wire.Answer] = []
         while True:
             try:
-                data = self._socket.recv(_RECEIVE_BYTES)
+                data = self._socket.recv(wire.RECEIVE_BYTES)
             except BlockingIOError:
                 return answers
             except OSError as error:
@@ -128,7 +130,7 @@ class Connection:
             if not data:
                 raise Unavailable("the service closed the connection")
             answers += [wire.decode_answer(body) for body in self._inbox.feed(data)]
-            if len(data) < _RECEIVE_BYTES:
+            if len(data) < wire.RECEIVE_BYTES:
                 return answers
 
     def wait_readable(self, timeout_s: float) -> None:
@@ -138,7 +140,7 @@ class Connection:
             poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
         except ValueError:  # closed meanwhile: the caller looks again
             return
-        poll.poll(max(timeout_s, 0.0) * 1000)
+        self._spin.wait(lambda seconds: poll.poll(seconds * 1000), max(timeout_s, 0.0))
 
     def close(self, *, is_goodbye: bool) -> None:
         if is_goodbye:

@@ -46,6 +46,8 @@ class Extents:
         self.free_bytes += size_bytes * len(offsets)
         self._is_merged = False
         assert self.free_bytes <= self.capacity_bytes
+        if self.free_bytes == self.capacity_bytes:  # nothing is left of what the pieces were cut for
+            self._bins, self._ranges, self._is_merged = {}, [(self.capacity_bytes, 0)], True
 
     def grow(self, capacity_bytes: int) -> None:
         added = capacity_bytes - self.capacity_bytes

@@ -8,7 +8,7 @@ that goes on into the store. What the store cannot do at once stays with the ses
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -36,8 +36,12 @@ _WRITERS: tuple[Role, ...] = ("engine", "operator")
 class Requests:
     """Answers requests of sessions that are logged in. Called by the service's loop only."""
 
-    def __init__(self, domains: Domains, requests_max: int) -> None:
+    def __init__(
+        self, domains: Domains, requests_max: int, earlier: Callable[[Session, int], Session | None] = lambda *_: None
+    ) -> None:
+        """`earlier` finds a session of the same process, by its number, that was lost without a goodbye."""
         self._domains = domains
+        self._earlier = earlier
         self._requests_max = requests_max
 
     def handle(self, session: Session, request: wire.Request) -> wire.Answer | None:
@@ -112,14 +116,13 @@ class Requests:
         return wire.Counted(request.id, seat.domain.store.prefetch(plan).result)
 
     def _return(self, session: Session, request: wire.Return) -> None:
-        for number in request.leases:
-            holding = session.holdings.pop(number, None)  # twice is once
-            if holding is None:
-                continue
-            if isinstance(holding.what, Fetched):
-                holding.seat.domain.store.release(holding.what)
-            else:
-                holding.seat.domain.store.abort(holding.what)
+        holder = self._earlier(session, request.session) if request.session else session
+        if holder is not None:
+            _give_back(holder, request.leases)
+
+    def _keep(self, session: Session, request: wire.Keep) -> None:
+        if (earlier := self._earlier(session, request.session)) is not None:
+            _give_back(earlier, set(earlier.holdings).difference(request.leases))
 
     # Writing -----------------------------------------------------------------------------------------------
 
@@ -253,6 +256,17 @@ def _keys(packed: bytes, shelves: int) -> Keys:
     return keys
 
 
+def _give_back(session: Session, leases: Iterable[int]) -> None:
+    for number in leases:
+        holding = session.holdings.pop(number, None)  # twice is once
+        if holding is None:
+            continue
+        if isinstance(holding.what, Fetched):
+            holding.seat.domain.store.release(holding.what)
+        else:
+            holding.seat.domain.store.abort(holding.what)
+
+
 _shelf_cache: dict[bytes, Shelf] = {}
 _SHELF_CACHE_MAX = 4096
 
@@ -309,4 +323,5 @@ _HANDLERS: dict[type[wire.Request], Handler] = {
     wire.AskStats: Requests._ask_stats,
     wire.ReportPrefill: Requests._report_prefill,
     wire.Bye: Requests._bye,
+    wire.Keep: Requests._keep,
 }

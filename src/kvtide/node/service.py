@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import select
 import socket
 import threading
@@ -30,6 +31,7 @@ from kvtide.node.peer import NO_FD, peer_of
 from kvtide.node.requests import Requests
 from kvtide.node.session import Seat, Session
 from kvtide.observe.fault_log import FaultLog
+from kvtide.spin import Spin
 
 log = logging.getLogger(__name__)
 faults = FaultLog(log)
@@ -53,9 +55,10 @@ _OP_OF = {
     wire.AskStats: "stats",
     wire.ReportPrefill: "report_prefill",
     wire.Bye: "bye",
+    wire.Keep: "keep",
 }
 OPS = frozenset(_OP_OF.values())
-_AT_ONCE = (wire.Return, wire.ReportPrefill, wire.Bye)  # have no answer, and so no place in the line
+_AT_ONCE = (wire.Return, wire.ReportPrefill, wire.Bye, wire.Keep)  # have no answer, and so no place in the line
 
 
 class Service:
@@ -67,8 +70,10 @@ class Service:
         self._domains = domains
         self._doorkeeper = doorkeeper
         self._listener = listener
-        self._requests = Requests(domains, settings.node.requests_max)
+        self._requests = Requests(domains, settings.node.requests_max, self._earlier)
+        self._instance = secrets.randbits(48)
         self._epoll = select.epoll()
+        self._spin = Spin()
         self._wake_lock = threading.RLock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sessions: dict[int, Session] = {}  # by the fd of the connection
@@ -112,7 +117,7 @@ class Service:
         """Serve. Returns after `stop`, with every session ended."""
         try:
             while not self._is_stopping:
-                for fd, events in self._epoll.poll(0 if self._line or self._unread else _TIDY_S):
+                for fd, events in self._spin.wait(self._epoll.poll, 0 if self._line or self._unread else _TIDY_S):
                     self._handle_event(fd, events)
                 for _ in range(len(self._unread)):
                     self._take_some(self._unread.popleft())
@@ -191,6 +196,7 @@ class Service:
             session.seat.domain.store.request_bytes_max,
             self._settings.node.requests_max,
             self._settings.leases.fetch_s,
+            self._instance,
         )
         session.welcome(welcome, [seat.domain.arena_fd(seat.is_writable) for seat in session.seats.values()])
         session.principal = principal  # from here on its slots are its own until its process ends
@@ -364,6 +370,13 @@ class Service:
         if session.has_said_bye or session.principal is None or session.peer.is_dead or not session.holdings:
             self._let_go(session)
 
+    def _earlier(self, session: Session, number: int) -> Session | None:
+        """A session of the same process and tenant, by its number, whose connection was lost."""
+        for earlier in self._processes.values():
+            if earlier.number == number and earlier.peer.pid == session.peer.pid != 0:
+                return earlier if earlier.principal == session.principal else None
+        return None
+
     def _process_died(self, session: Session) -> None:
         self._end(session, "died")
         if session.peer.pidfd != NO_FD:
@@ -383,6 +396,9 @@ class Service:
         self._tidy_at_s = now_s + _TIDY_S
         for domain in self._domains:
             domain.store.poll()  # ends what is past its time
+        for session in list(self._processes.values()):
+            if session.is_over and not session.holdings:  # its process has returned all of it through a later one
+                self._let_go(session)
         for session in list(self._sessions.values()):
             if session.late_at_s is not None and not session.is_paused and now_s - session.late_at_s > _LATE_S:
                 what = "log in" if session.principal is None else "finish a message"

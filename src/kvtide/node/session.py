@@ -88,7 +88,7 @@ class Session:
     def receive(self, now_s: float) -> list[memoryview] | None:
         """The messages that have arrived whole; None at the end of the connection."""
         try:
-            data = self._connection.recv(wire.MESSAGE_BYTES_MAX)
+            data = self._connection.recv(wire.RECEIVE_BYTES)
         except BlockingIOError:
             return []
         except OSError:

@@ -28,6 +28,7 @@ OPS: Values = (
     "bye",
     "clear",
     "fetch",
+    "keep",
     "match",
     "match_and_lease",
     "open_scope",

@@ -37,7 +37,7 @@ from kvtide.store.fetches import Fetch, Fetches, Wanted
 from kvtide.store.saves import Saves
 from kvtide.store.spill import Spiller, SpillStats
 from kvtide.tenant import Scope, Tenant
-from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Ticket, slot_bytes
+from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Ticket, check_pages, slot_bytes
 from kvtide.tiers.dram import DramTier
 from kvtide.tiers.tier import Tier, TierStats, is_cleared
 
@@ -245,6 +245,7 @@ class Store:
 
         `release` each of the fetched ones; what one shelf brought and another did not is among them.
         """
+        check_pages(first_page, pages_per_block)
         keys, shelves = Keys.of(keys), tuple(shelves)
         leased = self._lease_here(shelves, keys, first_page, pages_per_block, holder)
         if leased is not None:
@@ -417,6 +418,8 @@ class Store:
             while not ticket.is_done and not end.has_passed:
                 self._changed.wait(min(end.left_s, self._fetches.next_deadline_s(), 60.0))
                 self._tidy()
+            if ticket.is_done and ticket in self._completed:
+                self._completed.remove(ticket)  # who waited for it knows: no poll need keep its result
         return ticket.is_done
 
     def forget(self, holder: int) -> None:

@@ -75,9 +75,7 @@ class DramTier(Tier):
 
     def open(self) -> None:
         assert self._state == "new", "a tier is opened once"
-        self.arena = Arena(
-            self.bytes_max, huge_pages=self._huge_pages, is_private_to_write=self._is_private_to_write
-        )
+        self.arena = Arena(self.bytes_max, huge_pages=self._huge_pages, is_private_to_write=self._is_private_to_write)
         self._state = "open"
 
     def close(self) -> None:

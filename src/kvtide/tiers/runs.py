@@ -57,13 +57,14 @@ class Runs:
         """These blocks became invisible."""
         at = np.array(rows, np.int64)
         self._keys[at] = 0
-        numbers = self._run[at]
+        numbers = self._run.take(at).tolist()
         self._run[at] = NO_ROW
-        for number, count in zip(*np.unique(numbers[numbers != NO_ROW], return_counts=True), strict=True):
-            self._left[number] -= int(count)
-            if not self._left[number]:
-                self._rows[number] = None
-                self._free.append(int(number))
+        for number in numbers:
+            if number != NO_ROW:
+                self._left[number] -= 1
+                if not self._left[number]:
+                    self._rows[number] = None
+                    self._free.append(number)
 
     def follow(self, row: int, keys: Keys, first: int) -> Rows | None:
         """The rows of keys from `first` on, whose own row this is, as far as its run goes; None: it is in none."""

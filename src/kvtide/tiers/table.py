@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvtide.keys import NO_PARENT, Address, Digest, Key, Keys, Part, Shelf
 from kvtide.policy.policy import NO_ROW, Held, Policy, Rows
-from kvtide.tiers.runs import Runs
+from kvtide.tiers.runs import RUN_MIN, Runs
 from kvtide.tiers.tier import is_cleared
 
 SHELVES_MAX = 65_536
@@ -99,19 +99,20 @@ class BlockTable:
             return np.empty(0, np.int64)
         pieces: list[Rows] = []
         first = 0
-        while self._runs is not None and first < len(keys):
+        count = len(keys)
+        while self._runs is not None and first < count >= RUN_MIN:
             row = self._indexes[known].get(keys[first], NO_ROW)
             piece = None if row == NO_ROW else self._runs.follow(row, keys, first)
             if piece is None:
                 break
-            if len(piece) == len(keys):
+            if len(piece) == count:
                 return piece
             pieces.append(piece)
             first += len(piece)
         rest = self.find(shelf, keys[first:]) if first else self.find(shelf, keys)
         missing = np.flatnonzero(rest == NO_ROW)
-        pieces.append(rest[: missing[0]] if len(missing) else rest)
-        return np.concatenate(pieces)
+        rest = rest[: missing[0]] if len(missing) else rest
+        return np.concatenate((*pieces, rest)) if pieces else rest
 
     def row(self, address: Address) -> int:
         known = self._shelf_ids.get(address.shelf)
