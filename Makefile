@@ -5,15 +5,16 @@
 PYTHON ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?= store --check
+FUZZ_S ?= 60
 
 BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint coverage clean
+.PHONY: help demo test bench lint coverage fuzz clean
 
 help: ## list the targets
-	@echo "make <target>    PYTHON=$(PYTHON) PYTEST_ARGS=$(PYTEST_ARGS) BENCH_ARGS='$(BENCH_ARGS)'"
+	@echo "make <target>    PYTHON=$(PYTHON) PYTEST_ARGS=$(PYTEST_ARGS) BENCH_ARGS='$(BENCH_ARGS)' FUZZ_S=$(FUZZ_S)"
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1 \2/p' Makefile | while read -r name text; do \
 		printf '  %-10s %s\n' "$$name" "$$text"; done
 
@@ -34,6 +35,13 @@ lint: $(READY) ## check style, types and who imports whom
 
 coverage: $(READY) ## run the tests and list the lines and branches they miss
 	@$(BIN)/pytest --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+
+# atheris is no part of requirements-dev.lock: there are wheels of it for few machines.
+fuzz: $(READY) ## fuzz the wire format (FUZZ_S=seconds)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
+		$(BIN)/python -m pip --disable-pip-version-check --quiet install --only-binary=:all: atheris 2>/dev/null || \
+		echo "kvtide: pip has no atheris for this machine; changing the corpus at random instead"
+	@$(BIN)/python fuzz/fuzz_wire.py $(FUZZ_S)
 
 clean: ## remove caches, reports and builds (.venv stays)
 	@rm -rf build dist htmlcov .coverage .coverage.* .hypothesis .import_linter_cache \

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -35,7 +36,7 @@ from kvtide.node.domains import Domain, Domains
 from kvtide.node.doorkeeper import Principal
 from kvtide.node.peer import NO_FD, Peer
 from kvtide.node.requests import Requests
-from kvtide.node.serve import open_node
+from kvtide.node.serve import Node, open_node
 from kvtide.node.session import Seat, Session
 from kvtide.outcome import Outcome
 from kvtide.testing import blocks
@@ -61,7 +62,8 @@ SEEDS = [
         wire.Find(1, (SHELF, SHELF), b"".join(KEYS[:3])),
         wire.MatchAndLease(1, (SHELF,), b"".join(KEYS[:3]), 5, 2, 0.25),
         wire.Fetch(1, SHELF, b"".join(KEYS[:2]), bytes(16), b"\0\1", 3, 0.5, 1e9),
-        wire.Return((1, 2, 3)),
+        wire.Return((1, 2, 3), 4),
+        wire.Keep(4, (1, 2)),
         wire.Reserve(1, SHELF, b"".join(KEYS[:2]), 2, 4, 16, 1024, 3, DIGEST),
         wire.Publish(1, 9, bytes(8)),
         wire.Clear(1, DIGEST, DIGEST),
@@ -386,6 +388,8 @@ class Hostile:
             return wire.Prefetch(self.id(), *self.plan())
         if kind < 0.94:
             return wire.Return(tuple(draw.choice(self.leases) for _ in range(draw.randint(0, 5))))
+        if kind < 0.945:
+            return wire.Keep(draw.choice([OWNER, GOOD, self.number(2**62 - 1)]), tuple(self.leases[:50]))
         if kind < 0.96:
             group = draw.choice(["", "prompts", "other", "group:prompts", "\n", "x" * 256])
             return wire.OpenScope(self.id(), draw.randbytes(32), draw.randbytes(32), group)
@@ -608,6 +612,23 @@ def test_leases_are_held_up_to_a_bound_and_no_more(talk: Talk) -> None:
     assert isinstance(talk.say(fetch([A])), wire.PieceFetched)
 
 
+@contextmanager
+def running(folder: Path) -> Iterator[Node]:
+    """A service in this process, with one tenant and no disk."""
+    small = Settings(folder=str(folder), dram=DramSettings(bytes_max=1 << 20, huge_pages=False))
+    switch_s = sys.getswitchinterval()
+    with open_node(small) as node:
+        thread = threading.Thread(target=node.service.run)
+        thread.start()
+        try:
+            yield node
+        finally:
+            node.service.stop()
+            thread.join()
+    sys.setswitchinterval(switch_s)
+    gc.unfreeze()
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a mistake of ours"), OSError(5, "Input/output error")])
 def test_a_mistake_of_the_service_ends_one_session_and_not_the_service(
     tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
@@ -619,26 +640,20 @@ def test_a_mistake_of_the_service_ends_one_session_and_not_the_service(
         is_asked.wait(10)
         raise error
 
-    small = Settings(folder=str(tmp_path / "node"), dram=DramSettings(bytes_max=1 << 20, huge_pages=False))
-    with open_node(small) as node:
+    with running(tmp_path / "node") as node:
         node.domains.tenants["default"].store.clear = clear  # type: ignore[method-assign] # the mistake
-        thread = threading.Thread(target=node.service.run)
-        thread.start()
-        try:
-            with logged_in(Path(str(node.settings.node.socket))) as victim:
-                victim.sendall(wire.encode(wire.Clear(1)) + wire.encode(wire.AskStats(2)))
-                assert isinstance(wire.decode_answer(read_message(victim)), wire.Stats)  # the other one waits
-                is_asked.set()
-                refusal = wire.decode_answer(read_message(victim))
-                assert isinstance(refusal, wire.Refused)
-                assert "mistake" in refusal.message
-                assert is_cut_off(victim)
-            with logged_in(Path(str(node.settings.node.socket))) as other:
-                other.sendall(wire.encode(wire.AskStats(1)))
-                assert isinstance(wire.decode_answer(read_message(other)), wire.Stats)
-        finally:
-            node.service.stop()
-            thread.join()
+        path = Path(str(node.settings.node.socket))
+        with logged_in(path) as victim:
+            victim.sendall(wire.encode(wire.Clear(1)) + wire.encode(wire.AskStats(2)))
+            assert isinstance(wire.decode_answer(read_message(victim)), wire.Stats)  # the other one waits
+            is_asked.set()
+            refusal = wire.decode_answer(read_message(victim))
+            assert isinstance(refusal, wire.Refused)
+            assert "mistake" in refusal.message
+            assert is_cut_off(victim)
+        with logged_in(path) as other:
+            other.sendall(wire.encode(wire.AskStats(1)))
+            assert isinstance(wire.decode_answer(read_message(other)), wire.Stats)
     assert "node.request_failed op=clear" in caplog.text
 
 
@@ -646,20 +661,13 @@ def test_a_clear_that_a_medium_does_not_confirm_is_refused_and_the_session_goes_
     def clear(**which: object) -> int:
         raise MediumFailed("not confirmed")
 
-    small = Settings(folder=str(tmp_path / "node"), dram=DramSettings(bytes_max=1 << 20, huge_pages=False))
-    with open_node(small) as node:
+    with running(tmp_path / "node") as node:
         node.domains.tenants["default"].store.clear = clear  # type: ignore[method-assign] # as a failing disk does
-        thread = threading.Thread(target=node.service.run)
-        thread.start()
-        try:
-            with logged_in(Path(str(node.settings.node.socket))) as client:
-                client.sendall(wire.encode(wire.Clear(7)))
-                assert wire.decode_answer(read_message(client)) == wire.Refused(7, "medium_failed", "not confirmed")
-                client.sendall(wire.encode(wire.AskStats(8)))
-                assert isinstance(wire.decode_answer(read_message(client)), wire.Stats)
-        finally:
-            node.service.stop()
-            thread.join()
+        with logged_in(Path(str(node.settings.node.socket))) as client:
+            client.sendall(wire.encode(wire.Clear(7)))
+            assert wire.decode_answer(read_message(client)) == wire.Refused(7, "medium_failed", "not confirmed")
+            client.sendall(wire.encode(wire.AskStats(8)))
+            assert isinstance(wire.decode_answer(read_message(client)), wire.Stats)
 
 
 # Peers -------------------------------------------------------------------------------------------------------

@@ -622,6 +622,7 @@ def test_a_flood_of_five_disks_takes_nothing_of_what_another_has_reserved_and_a_
     for name in range(240):  # 240 MiB through a disk of 48
         keys = bob.save(("flood", name), 16)
     assert bob.has(keys) > 0
+    assert bob.client.stats()["spill"]["disk"]["spilled_bytes"] > 200 * MIB
     house.leave()
     assert node.stop() == 0
     domains = Domains(resolve(in_process(node.folder)))
@@ -659,7 +660,7 @@ def test_secrets_are_files_of_their_owner_alone(node: ServedNode) -> None:
     assert set(files) == {"tenants/ada", "tenants/bob", "groups/common", "groups/hidden"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
     assert len({path.read_text() for path in files.values()}) == 4
-    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in (folder, *folder.iterdir()))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o700}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets on disk: made once, for their owner alone; a file that others could have read or that says little is refused."""
+"""Secrets on disk: made once, for their owner alone; files that others could read, or that say little, are refused."""
 
 from __future__ import annotations
 

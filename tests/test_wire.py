@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import struct
+import subprocess
+import sys
+import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -370,8 +375,6 @@ def test_messages_stay_what_they_were_when_more_is_read() -> None:
 
 
 def test_an_inbox_keeps_no_more_than_one_message_and_one_read() -> None:
-    import tracemalloc
-
     inbox = wire.Inbox(wire.MESSAGE_BYTES_MAX)
     message = struct.pack("<I", wire.MESSAGE_BYTES_MAX) + bytes(wire.MESSAGE_BYTES_MAX)
     read = 200_000
@@ -437,3 +440,47 @@ def test_a_code_of_no_outcome_is_refused(code: int) -> None:
         wire.unpack_outcome(code)
     with pytest.raises(ProtocolError):
         wire.unpack_outcomes(bytes([0, min(code, 255), 0]))
+
+
+# The fuzzer --------------------------------------------------------------------------------------------------
+
+FUZZ = Path(__file__).parent.parent / "fuzz"
+
+
+def test_the_corpus_of_the_fuzzer_has_every_message() -> None:
+    known = {type(message) for _, message in EVERY}
+    seen = set()
+    for path in (FUZZ / "corpus").iterdir():
+        for decode in (wire.decode_request, wire.decode_answer, wire.decode_welcome, wire.decode_hello):
+            with contextlib.suppress(ProtocolError):
+                seen.add(type(decode(memoryview(path.read_bytes()))))
+    assert seen == known
+
+
+def test_the_fuzzer_finds_nothing_in_two_seconds() -> None:
+    command = [sys.executable, str(FUZZ / "fuzz_wire.py"), "2", "--plain"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "nothing but messages" in run.stdout
+
+
+def test_the_fuzzer_keeps_an_input_that_fails_and_tells_its_seed(tmp_path: Path) -> None:
+    """Of a wire that takes what it must not: as a copy of the fuzzer sees it."""
+    (tmp_path / "fuzz" / "corpus").mkdir(parents=True)
+    (tmp_path / "fuzz" / "corpus" / "one").write_bytes(body_of(wire.AskStats(1)))
+    broken = (
+        (FUZZ / "fuzz_wire.py").read_text().replace("except ProtocolError:\n            continue", "except OSError: 0")
+    )
+    (tmp_path / "fuzz" / "fuzz_wire.py").write_text(broken)
+    code = "import fuzz_wire as f; f._DECODERS = (f.wire.decode_request,); f.mutate(5, 7)"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "fuzz",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode != 0
+    assert "of seed 7 failed" in run.stderr
+    assert len(list((tmp_path / "build" / "fuzz").iterdir())) == 1

@@ -324,6 +324,7 @@ class Inbox:
     def __init__(self, bytes_max: int = HELLO_BYTES_MAX) -> None:
         self.bytes_max = bytes_max
         self._buffer = bytearray()
+        self._needed = 0  # so many bytes are in the buffer when its first message is whole
 
     @property
     def is_within_message(self) -> bool:
@@ -336,20 +337,24 @@ class Inbox:
         """
         if self._buffer:
             self._buffer += data
+            if len(self._buffer) < self._needed:  # a large one in many pieces is put together once
+                return []
             data = bytes(self._buffer)
         view = memoryview(data)
         messages: list[memoryview] = []
         at = 0
+        needed = LENGTH_BYTES
         while len(view) - at >= LENGTH_BYTES:
             (size,) = _LENGTH.unpack_from(view, at)
             if not 0 < size <= self.bytes_max:
                 raise ProtocolError(f"a message of {size:,} bytes: 1 to {self.bytes_max:,} are allowed")
             end = at + LENGTH_BYTES + size
             if end > len(view):
+                needed = end - at
                 break
             messages.append(view[at + LENGTH_BYTES : end])
             at = end
-        self._buffer = bytearray(view[at:])
+        self._buffer, self._needed = bytearray(view[at:]), needed
         return messages
 
 

@@ -75,7 +75,7 @@ class Flight:
 class Fetches:
     """All fetches and flights of a store. Methods without a note are called with the DRAM tier's lock held."""
 
-    def __init__(self, dram: DramTier, lower: Sequence[Tier], on_landed: Callable[[int, int], None]) -> None:
+    def __init__(self, dram: DramTier, lower: Sequence[Tier], on_landed: Callable[[list[int], int], None]) -> None:
         self._dram = dram
         self._lower = lower
         self._on_landed = on_landed
@@ -265,8 +265,7 @@ class Fetches:
                 arrived.setdefault(header.shelf, []).append((flight.row, header))
         for shelf, blocks in arrived.items():
             rows, keys = [row for row, _ in blocks], [header.key for _, header in blocks]
-            for row in self._dram.publish(shelf, rows, keys, [header.parent for _, header in blocks]):
-                self._on_landed(row, number)
+            self._on_landed(self._dram.publish(shelf, rows, keys, [header.parent for _, header in blocks]), number)
         self._dram.release([flight.row for flight in flights])
         for flight, outcome in zip(flights, outcomes, strict=True):
             for fetch, place in flight.waiting:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.config import SpillWhen
 from kvtide.deadline import Deadline
@@ -23,7 +24,7 @@ from kvtide.frame import Frame
 from kvtide.keys import Shelf
 from kvtide.observe.fault_log import FaultLog
 from kvtide.outcome import Outcome
-from kvtide.policy.policy import NO_ROW
+from kvtide.policy.policy import NO_ROW, Rows
 from kvtide.tiers.dram import DramTier
 from kvtide.tiers.tier import Tier
 
@@ -58,7 +59,7 @@ class Spiller:
         self._queue_bytes_max = queue_bytes_max
         self._queue: deque[int] = deque()  # rows, each held once by the queue
         self._is_queued: set[int] = set()
-        self._is_below: set[int] = set()  # rows whose block the tier is known to have
+        self._is_below: npt.NDArray[np.bool_] = np.zeros(1024, np.bool_)  # rows whose block the tier is known to have
         self._leaving: set[int] = set()  # rows withdrawn from DRAM that only wait to be written
         self._moving: set[int] = set()
         self._work = threading.Condition(dram.lock)
@@ -77,20 +78,28 @@ class Spiller:
         elif self._when == "evict":
             self._work.notify()
 
-    def used(self, rows: list[int]) -> None:
+    def used(self, rows: Rows) -> None:
         """These were fetched: each has now been used at least twice. What the queue had no room for gets its chance."""
-        if self._when != "evict" and not self._is_below.issuperset(rows):
-            self._enqueue(rows)
+        if self._when != "evict" and not self._below(rows).all():
+            self._enqueue(rows.tolist())
 
-    def landed(self, row: int) -> None:
-        """This row came up from the tier: it need not go down again."""
-        self._is_below.add(row)
+    def landed(self, rows: list[int]) -> None:
+        """These came up from the tier: they need not go down again."""
+        self._below(rows)
+        self._is_below[rows] = True
 
     def evicted(self, rows: list[int]) -> None:
-        self.stats.evicted_unspilled += sum(row not in self._is_below for row in rows)
+        self.stats.evicted_unspilled += len(rows) - int(self._below(rows).sum())
 
     def freed(self, rows: list[int]) -> None:
-        self._is_below.difference_update(rows)
+        self._below(rows)
+        self._is_below[rows] = False
+
+    def _below(self, rows: Rows | list[int]) -> npt.NDArray[np.bool_]:
+        """Which of these the tier is known to have."""
+        while len(self._is_below) < self._dram.table.rows:
+            self._is_below = np.concatenate((self._is_below, np.zeros_like(self._is_below)))
+        return self._is_below.take(rows)
 
     def drain(self, deadline: Deadline) -> bool:
         """Without the lock: wait until everything queued is written. False when the deadline came first."""
@@ -121,8 +130,9 @@ class Spiller:
 
     def spill_all(self) -> None:
         """Queue whatever in DRAM is not below (any more), without a bound: before closing."""
-        rows = self._dram.table.visible.tolist()
-        self._push([r for r in rows if r not in self._is_queued and not (r in self._is_below and self._still_has(r))])
+        rows = self._dram.table.visible
+        rows_below = zip(rows.tolist(), self._below(rows).tolist(), strict=True)
+        self._push([r for r, below in rows_below if r not in self._is_queued and not (below and self._still_has(r))])
 
     def _still_has(self, row: int) -> bool:
         """A block that is much used in DRAM is little used below, and may have left there."""
@@ -142,7 +152,8 @@ class Spiller:
             self._queue.clear()
 
     def _enqueue(self, rows: list[int]) -> None:
-        rows = [row for row in rows if row not in self._is_queued and row not in self._is_below]
+        rows = [row for row, is_below in zip(rows, self._below(rows).tolist(), strict=True) if not is_below]
+        rows = [row for row in rows if row not in self._is_queued]
         # What was cleared while somebody reads it must not come back.
         rows = [row for row, shelf in zip(rows, self._dram.table.shelf[rows].tolist(), strict=True) if shelf != NO_ROW]
         room_bytes = self._queue_bytes_max - self.stats.queued_bytes
@@ -195,7 +206,7 @@ class Spiller:
     def _reclaim_ahead(self) -> None:
         leaving_bytes = int(self._dram.table.extent[list(self._leaving)].sum())  # free as soon as it is written
         for row in self._dram.reclaim(self._dram.bytes_max // _FREE_SHARE - leaving_bytes):
-            if row in self._is_below:
+            if self._below([row])[0]:
                 self._dram.release([row])
             else:
                 self._leaving.add(row)
@@ -216,7 +227,7 @@ class Spiller:
     def _unload(self, rows: list[int], outcomes: list[Outcome]) -> None:
         for row, outcome in zip(rows, outcomes, strict=True):
             if outcome in (Outcome.HIT, Outcome.PENDING):
-                self._is_below.add(row)
+                self._is_below[row] = True
                 self.stats.spilled_blocks += 1
                 self.stats.spilled_bytes += int(self._dram.table.frame_bytes[row])
             else:

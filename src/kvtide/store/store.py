@@ -279,11 +279,17 @@ class Store:
             blocks = min(map(len, found), default=0)
             if blocks == len(keys):
                 return self._lease_found(found, blocks, len(keys), first_page, pages_per_block, holder)
-        if blocks == 0 or any(tier.lookup(shelves[0], keys[blocks : blocks + 1]).any() for tier in self.tiers[1:]):
+        if blocks == 0 or not any(
+            len(rows) == blocks and self._is_nowhere_below(shelf, keys[blocks : blocks + 1])
+            for shelf, rows in zip(shelves, found, strict=True)
+        ):
             return None
         with self._lock:
             found = self._prefixes(shelves, keys[:blocks])
             return self._lease_found(found, blocks, len(keys), first_page, pages_per_block, holder)
+
+    def _is_nowhere_below(self, shelf: Shelf, keys: Keys) -> bool:
+        return not any(tier.lookup(shelf, keys).any() for tier in self.tiers[1:])
 
     def _prefixes(self, shelves: tuple[Shelf, ...], keys: Keys) -> list[Rows]:
         return [self.dram.table.find_prefix(shelf, keys) for shelf in shelves]
@@ -296,7 +302,7 @@ class Store:
             return None
         table = self.dram.table
         found = [rows[first_block:blocks] for rows in found]
-        sizes = [int(table.extent[rows].sum()) for rows in found]
+        sizes = [int(table.extent.take(rows).sum()) for rows in found]
         if sum(sizes) > self.request_bytes_max or not self._may_take(sum(sizes), Use.READ, holder):
             return None
         self._asked += asked
@@ -331,7 +337,7 @@ class Store:
         if use is Use.PIN:
             self._pinned_bytes += size
         for spiller in self._spillers:
-            spiller.used(rows.tolist())
+            spiller.used(rows)
         return Fetched(len(rows), first_page, lease, self.dram.slots(rows), outcome)
 
     def release(self, fetched: Fetched) -> None:
@@ -453,8 +459,8 @@ class Store:
         for spiller in self._spillers:
             spiller.published(rows)
 
-    def _landed(self, row: int, number: int) -> None:
-        self._spillers[number].landed(row)
+    def _landed(self, rows: list[int], number: int) -> None:
+        self._spillers[number].landed(rows)
 
     def _evicted(self, rows: list[int]) -> None:
         for spiller in self._spillers:

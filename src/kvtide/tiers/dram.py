@@ -147,7 +147,7 @@ class DramTier(Tier):
         with self.lock:
             np.subtract.at(self.table.held, rows, _ONE)
             held, is_invisible = self.table.held.take(rows), self.table.shelf.take(rows) == NO_ROW
-            assert held.min(initial=0) >= 0
+            assert held.min(initial=0) >= 0, "a row was let go by one who did not hold it"
             if is_invisible.any():
                 gone = np.flatnonzero(is_invisible & (held == 0)).tolist()
                 if gone:  # each once, though somebody may have held it twice
@@ -169,7 +169,9 @@ class DramTier(Tier):
 
     def slots(self, rows: Rows) -> Slots:
         """Where the payloads of many rows stand: what an engine copies to and from."""
-        offsets, sizes = self.table.offset[rows] + HEADER_BYTES, self.table.frame_bytes[rows] - HEADER_BYTES
+        offsets, sizes = self.table.offset.take(rows), self.table.frame_bytes.take(rows)
+        offsets += HEADER_BYTES
+        sizes -= HEADER_BYTES
         return Slots(self.arena.memory, offsets, sizes)
 
     def reclaim(self, free_bytes: int) -> list[int]:
