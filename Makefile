@@ -3,7 +3,7 @@
 
 # Which Python makes .venv (empty: the first one that is new enough). To change it later: rm -rf .venv
 PYTHON ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto
 BENCH_ARGS ?= store --check
 FUZZ_S ?= 60
 

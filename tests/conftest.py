@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # The suites are imported, not collected: without this a failing assert of theirs would not show its values.
-pytest.register_assert_rewrite("kvtide.testing.tier_suite", "kvtide.testing.policy_suite")
+pytest.register_assert_rewrite("kvtide.testing.tier_suite", "kvtide.testing.policy_suite", "kvtide.testing.store_suite")
 
 # A shared runner must not fail for what it found by chance in an unrelated change, nor for being slow.
 settings.register_profile("default", max_examples=100, deadline=None, derandomize="CI" in os.environ)

@@ -376,3 +376,18 @@ def test_a_prefix_in_a_tree_is_what_a_walk_through_it_finds(table: BlockTable, s
             if parent_of[j] in found and j in rows and (parent_of[j] in rows or parent_of[j] == i):
                 found.add(j)
         assert sorted(table.of(None, None, keys[i])) == sorted(rows[j] for j in found if j in rows)
+
+
+def test_a_tenant_cannot_take_the_shelves_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.tiers.table.SHELVES_MAX", 4)
+    table = BlockTable(LeafLru(), tenants=2)
+    (key,) = blocks.chain_keys("a", 1)
+    greedy = [blocks.shelf("greedy", scope=str(i)) for i in range(4)]
+    rows = [enter(table, shelf, key) for shelf in greedy[:2]]
+    assert table.shelf_id(greedy[2]) == NO_ROW
+    modest = [blocks.shelf("modest", scope=str(i)) for i in range(2)]
+    for shelf in modest:
+        enter(table, shelf, key)
+    table.hide([rows[0]])  # one of its own is empty: it may have that one for another
+    enter(table, greedy[3], key)
+    assert [table.knows(shelf) for shelf in (*greedy, *modest)] == [False, True, False, True, True, True]

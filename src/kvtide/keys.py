@@ -233,12 +233,13 @@ class Shelf:
 class Keys(Sequence[Key]):
     """Many keys as one run of bytes: as they travel, and as they are compared. Single ones are made when asked for."""
 
-    __slots__ = ("_split", "joined")
+    __slots__ = ("_count", "_split", "joined")
 
     def __init__(self, joined: bytes) -> None:
         if len(joined) % KEY_BYTES:
             raise ValueError(f"keys are {KEY_BYTES} bytes each: {len(joined)} bytes are no whole number of them")
         self.joined = joined
+        self._count = len(joined) // KEY_BYTES
         self._split: tuple[Key, ...] | None = None
 
     @classmethod
@@ -246,11 +247,12 @@ class Keys(Sequence[Key]):
         if isinstance(keys, Keys):
             return keys
         joined = cls(b"".join(keys))
-        joined._split = tuple(keys)
+        if joined._count != len(keys):  # some are longer, others shorter
+            raise ValueError(f"keys are {KEY_BYTES} bytes each")
         return joined
 
     def __len__(self) -> int:
-        return len(self.joined) // KEY_BYTES
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Key: ...

@@ -100,7 +100,7 @@ class Slots:
 
     arena: Memory
     offsets: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]  # one for each, or a single one for all
 
     def views(self) -> list[Memory]:
         arena = self.arena

@@ -43,7 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("benchmark", choices=list(BENCHMARKS), help="what to measure")
     parser.add_argument("--only", type=_names, default=(), metavar="NAME[,NAME]", help="run only these rows")
     parser.add_argument("--runs", type=_positive, metavar="N", help="rounds of every row (default: its own)")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, no long rows: under 45 seconds")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and shorter ones: a few minutes at most")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
     parser.add_argument("--format", choices=["table", "json"], default="table", help="default: table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON to this file as well")

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvtide import wire
 from kvtide.client.connection import Connection
@@ -369,7 +370,8 @@ class Client:
 
         if not shelves:
             return Ticket.done(miss(Outcome.HIT))
-        joined = Keys.of(keys[: _keys_max(shelves)]).joined
+        keys_max = _keys_max(shelves)
+        joined = Keys.of(keys if len(keys) <= keys_max else keys[:keys_max]).joined
         return self._ask(
             lambda id: wire.MatchAndLease(
                 id, _pack(shelves), joined, first_page, pages_per_block, _for_the_service(deadline_s)
@@ -415,12 +417,10 @@ class Client:
         slots = self._slots(piece.arena, wire.unpack_numbers(piece.offsets), wire.unpack_numbers(piece.sizes))
         return Fetched(len(slots.offsets), piece.first_page, self._lease(Use.READ, piece.lease), slots, outcome)
 
-    def _slots(self, arena: int, offsets: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> Slots:
+    def _slots(self, arena: int, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Slots:
         assert self._connection is not None
         memory: Memory = self._connection.arenas[arena]
-        if len(sizes) == 1:
-            sizes = np.repeat(sizes, len(offsets))
-        if len(offsets) and (offsets.min() < 0 or sizes.min() < 0 or (offsets + sizes).max() > len(memory)):
+        if len(offsets) and not _fit(offsets, sizes, len(memory)):
             raise ProtocolError("a slot outside of the arena")
         return Slots(memory, offsets, sizes)
 
@@ -488,7 +488,7 @@ class Client:
             if len(outcomes) + max(beyond, 0) != len(keys) or outcomes.count(Outcome.MISS) != len(offsets):
                 raise ProtocolError("a reservation that does not fit the question")
             outcomes += [Outcome.REJECTED] * beyond
-            slots = self._slots(answer.arena, offsets, np.full(len(offsets), layout.payload_bytes, np.int64))
+            slots = self._slots(answer.arena, offsets, np.array([layout.payload_bytes], np.int64))
             lease = self._lease(Use.WRITE, answer.lease) if answer.lease else None
             return Reservation(shelf, keys, outcomes, slots, [], lease)
 
@@ -567,15 +567,18 @@ class Client:
         self._check_process()
         end = Deadline.after(1e9 if timeout_s is None else timeout_s)
         with self._changed:
-            while True:
-                self._receive()
-                if ticket.is_done or end.has_passed:
-                    self._changed.notify_all()
-                    if ticket.is_done and ticket in self._completed:
-                        self._completed.remove(ticket)  # who waited for it knows: no poll need keep its result
-                    return ticket.is_done
+            self._receive()  # who asks ahead finds the answer there
+            while not ticket.is_done and not end.has_passed:
                 due_s = min((asked.due_at_s for asked in self._asked.values()), default=float("inf")) - time.monotonic()
                 self._wait_for_news(max(0.0, min(end.left_s, due_s, 1.0)))
+                self._receive()
+            if ticket.is_done:  # who waited for it knows: no poll need keep its result
+                if self._completed and self._completed[-1] is ticket:
+                    self._completed.pop()
+                elif ticket in self._completed:
+                    self._completed.remove(ticket)
+            self._changed.notify_all()
+            return ticket.is_done
 
     def _wait_for_news(self, timeout_s: float) -> None:
         """With the lock held, which is let go meanwhile. One thread waits at the socket, the others for that one."""
@@ -654,6 +657,15 @@ def _refused(asked: Asked[Any], answer: wire.Refused) -> Any:
 
 
 _ERRORS: dict[str, type[KvtideError]] = {error.kind: error for error in (Denied, MediumFailed, Rejected)}
+
+
+def _fit(offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], arena_bytes: int) -> bool:
+    """Do all slots lie inside of the arena? As unsigned numbers, negative ones are too large as well."""
+    if len(sizes) == 1:
+        return int(offsets.view(np.uint64).max()) + int(sizes.view(np.uint64)[0]) <= arena_bytes
+    if len(sizes) != len(offsets) or int(sizes.view(np.uint64).max()) > arena_bytes:
+        return False
+    return bool((offsets.view(np.uint64) <= (arena_bytes - sizes).view(np.uint64)).all())
 
 
 def _checked(shelves: Sequence[Shelf]) -> tuple[Shelf, ...]:

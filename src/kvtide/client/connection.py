@@ -33,6 +33,8 @@ class Connection:
         self._inbox = wire.Inbox(wire.MESSAGE_BYTES_MAX)
         self._outbox = bytearray()
         self._spin = Spin()
+        self._poll = select.poll()
+        self._polled = 0  # for what
         self._is_stopped = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -101,7 +103,17 @@ class Connection:
 
     def send(self, message: wire.Request) -> None:
         """Hand a request to the kernel, or keep it for later when the kernel takes no more."""
-        self._outbox += wire.encode(message)
+        data = wire.encode(message)
+        if not self._outbox:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                pass  # kept for later
+            except OSError as error:
+                raise Unavailable(f"the service is gone: {error.strerror}") from error
+            if not data:
+                return
+        self._outbox += data
         self.flush()
 
     def flush(self) -> None:
@@ -135,12 +147,17 @@ class Connection:
 
     def wait_readable(self, timeout_s: float) -> None:
         """Block until there is something to receive. May be called beside the other methods."""
-        poll = select.poll()
-        try:
-            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
-        except ValueError:  # closed meanwhile: the caller looks again
-            return
-        self._spin.wait(lambda seconds: poll.poll(seconds * 1000), max(timeout_s, 0.0))
+        wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+        if wanted != self._polled:
+            try:
+                self._poll.register(self._socket, wanted)
+            except ValueError:  # closed meanwhile: the caller looks again
+                return
+            self._polled = wanted
+        self._spin.wait(self._poll_s, max(timeout_s, 0.0))
+
+    def _poll_s(self, timeout_s: float) -> list[tuple[int, int]]:
+        return self._poll.poll(timeout_s * 1000)
 
     def close(self, *, is_goodbye: bool) -> None:
         if is_goodbye:

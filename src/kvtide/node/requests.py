@@ -213,6 +213,9 @@ class Requests:
 
     def _shelves(self, session: Session, packed: tuple[bytes, ...]) -> tuple[Seat, tuple[Shelf, ...]]:
         """Shelves of one domain: one request is one arena's."""
+        if len(packed) == 1:
+            shelf = _shelf(packed[0])
+            return self._seat(session, shelf), (shelf,)
         shelves = tuple(map(_shelf, packed))
         if not shelves:
             raise ProtocolError("a request about no shelf")
@@ -288,15 +291,12 @@ def _shelf(packed: bytes) -> Shelf:
 def _piece(session: Session, seat: Seat, fetched: Fetched) -> wire.Piece:
     lease = session.hold(seat, fetched) if fetched.lease is not None else 0
     slots = fetched.slots
-    sizes = slots.sizes
-    if len(sizes) > 1 and (sizes == sizes[0]).all():
-        sizes = sizes[:1]  # mostly: one number stands for all
     return wire.Piece(
         lease,
         seat.arena,
         fetched.first_page,
         wire.pack_numbers(slots.offsets),
-        wire.pack_numbers(sizes),
+        wire.pack_numbers(slots.sizes),
         wire.outcome_code(fetched.outcome),
     )
 

@@ -16,7 +16,7 @@ _FILE_BYTES_MAX = 4096
 
 def kept_secret(path: Path) -> bytes:
     """The secret in this file; a new random one if there is no such file yet."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_private(path.parent)
     text = secrets.token_hex(32) + "\n"
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -28,6 +28,13 @@ def kept_secret(path: Path) -> bytes:
     finally:
         scratch.unlink()
     return text.strip().encode()
+
+
+def _make_private(folder: Path) -> None:
+    """With all folders above it that do not exist; `parents=True` would give the mode to the last one only."""
+    if not folder.exists():
+        _make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def given_secret(path: Path) -> bytes:

@@ -8,6 +8,7 @@ import fcntl
 import gc
 import logging
 import os
+import resource
 import socket
 import stat
 import sys
@@ -60,6 +61,9 @@ def open_node(settings: Settings, on_drain: Callable[[float], None] = lambda _: 
         stack.callback(close)
         service = Service(settings, domains, Doorkeeper(settings.tenants, os.getuid()), listener)
         sys.setswitchinterval(_SWITCH_S)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:  # two for each session; the low default is for programs that use select()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         gc.collect()
         gc.freeze()  # what was built up to here stays: no collection has to look at it again
         yield Node(settings, domains, service)
@@ -121,7 +125,7 @@ def _bind(listener: socket.socket, path: Path, mode: int) -> None:
         finally:
             os.umask(mask)
         path.chmod(mode)
-        listener.listen(128)
+        listener.listen(1024)
     except OSError as error:
         reason = "the path is too long" if error.errno == errno.ENAMETOOLONG else error.strerror or str(error)
         raise ConfigError(f"node.socket {path} cannot be made: {reason}; name another one") from error

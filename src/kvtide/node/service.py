@@ -137,7 +137,13 @@ class Service:
                 self._wake = NO_FD
 
     def _handle_event(self, fd: int, events: int) -> None:
-        if fd == self._wake:
+        if (known := self._sessions.get(fd)) is not None:
+            if events & _WRITE:
+                known.flush()
+                self._watch(known)
+            if events & ~_WRITE and not known.is_paused:
+                self._receive(known)
+        elif fd == self._wake:
             os.eventfd_read(self._wake)
             for session in list(self._sessions.values()):
                 if session.waiting:
@@ -146,12 +152,6 @@ class Service:
             self._accept()
         elif fd in self._processes:
             self._process_died(self._processes[fd])
-        elif (known := self._sessions.get(fd)) is not None:
-            if events & _WRITE:
-                known.flush()
-                self._watch(known)
-            if events & ~_WRITE and not known.is_paused:
-                self._receive(known)
 
     # Coming ------------------------------------------------------------------------------------------------
 

@@ -96,6 +96,11 @@ class Pools:
         pool = members.get((shelf.tenant, shelf.scope))
         return members.get((shelf.tenant, None), 0) if pool is None else pool
 
+    @property
+    def tenants(self) -> int:
+        """How many have a share here, scopes not counted; at least one."""
+        return len({tenant for tenant, _ in self._members}) or 1
+
     # Quotas ----------------------------------------------------------------------------------------------
 
     def set_quota(self, pool: int, quota: Quota) -> None:

@@ -30,6 +30,7 @@ from kvtide.errors import ConfigError
 from kvtide.frame import HEADER_BYTES
 from kvtide.keys import NO_PARENT, Digest, Key, Keys, Shelf, check_chain, scope_digest
 from kvtide.layout import Layout
+from kvtide.memory.arena import round_up
 from kvtide.memory.leases import Lease, Ledger, Use
 from kvtide.outcome import Outcome
 from kvtide.policy.policy import Rows
@@ -37,7 +38,7 @@ from kvtide.store.fetches import Fetch, Fetches, Wanted
 from kvtide.store.saves import Saves
 from kvtide.store.spill import Spiller, SpillStats
 from kvtide.tenant import Scope, Tenant
-from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Ticket, check_pages, slot_bytes
+from kvtide.tickets import Fetched, Leased, Match, Plan, Reservation, Slots, Ticket, check_pages, slot_bytes
 from kvtide.tiers.dram import DramTier
 from kvtide.tiers.tier import Tier, TierStats, is_cleared
 
@@ -302,30 +303,38 @@ class Store:
             return None
         table = self.dram.table
         found = [rows[first_block:blocks] for rows in found]
-        sizes = [int(table.extent.take(rows).sum()) for rows in found]
+        slots = [self.dram.slots(rows) for rows in found]
+        sizes = [self._arena_bytes(rows, each) for rows, each in zip(found, slots, strict=True)]
         if sum(sizes) > self.request_bytes_max or not self._may_take(sum(sizes), Use.READ, holder):
             return None
         self._asked += asked
         self._matched += blocks
         expires_at_s = self._clock() + self._settings.lease_s
         fetched = []
-        for rows, size in zip(found, sizes, strict=True):
+        for rows, size, each in zip(found, sizes, slots, strict=True):
             self.dram.hold(rows)
             table.policy.touch(rows)
-            fetched.append(self._lease(rows, size, page, Use.READ, expires_at_s, holder))
+            fetched.append(self._lease(rows, size, each, page, Use.READ, expires_at_s, holder))
         return Leased(blocks, first_block, tuple(fetched))
 
     def _leased(self, fetch: Fetch, plan: Plan, use: Use, lease_s: float, holder: int) -> Fetched:
         if not fetch.rows:
             return Fetched(0, 0, None, outcome=fetch.outcome)
         rows = np.array(fetch.rows, np.int64)
-        size = int(self.dram.table.extent[rows].sum())
-        return self._lease(rows, size, plan.first_page, use, self._clock() + lease_s, holder, fetch.outcome)
+        slots = self.dram.slots(rows)
+        size, expires_at_s = self._arena_bytes(rows, slots), self._clock() + lease_s
+        return self._lease(rows, size, slots, plan.first_page, use, expires_at_s, holder, fetch.outcome)
+
+    def _arena_bytes(self, rows: Rows, slots: Slots) -> int:
+        if len(slots.sizes) == 1:
+            return len(rows) * round_up(HEADER_BYTES + slots.sizes.item(0))
+        return int(self.dram.table.extent.take(rows).sum())
 
     def _lease(
         self,
         rows: Rows,
         size: int,
+        slots: Slots,
         first_page: int,
         use: Use,
         expires_at_s: float,
@@ -338,7 +347,7 @@ class Store:
             self._pinned_bytes += size
         for spiller in self._spillers:
             spiller.used(rows)
-        return Fetched(len(rows), first_page, lease, self.dram.slots(rows), outcome)
+        return Fetched(len(rows), first_page, lease, slots, outcome)
 
     def release(self, fetched: Fetched) -> None:
         """Give a fetch's or a pin's lease back. Its payloads may change from now on. Twice is once."""

@@ -8,6 +8,7 @@ also tells the policy which block is whose parent, whatever order they arrive in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 
@@ -26,9 +27,11 @@ _ROWS_AT_FIRST = 1024
 class BlockTable:
     """No locks: its tier has one. A row is *taken* first and becomes visible with `insert`."""
 
-    def __init__(self, policy: Policy, runs: Runs | None = None) -> None:
-        """`runs`: for a table that is asked for whole prompts all the time."""
+    def __init__(self, policy: Policy, runs: Runs | None = None, *, tenants: int = 1) -> None:
+        """`runs`: for a table that is asked for whole prompts all the time. `tenants`: how many divide the shelves."""
         self.policy = policy
+        self._tenants = tenants
+        self._tenant_shelves: Counter[Digest] = Counter()
         self._runs = runs
         self.blocks = 0
         self.offset: npt.NDArray[np.int64] = np.zeros(_ROWS_AT_FIRST, np.int64)  # where it is on the medium
@@ -68,19 +71,28 @@ class BlockTable:
         known = self._shelf_ids.get(shelf)
         if known is not None:
             return known
-        if len(self._shelves) < SHELVES_MAX:
+        is_over = self._tenant_shelves[shelf.tenant] >= SHELVES_MAX // self._tenants
+        if len(self._shelves) < SHELVES_MAX and not is_over:
             known = len(self._shelves)
             self._shelves.append(shelf)
             self._indexes.append({})
         else:
-            empty = (i for i, index in enumerate(self._indexes) if not index and self._shelves[i] not in busy)
-            known = next(empty, NO_ROW)
+            known = self._empty_shelf(busy, shelf.tenant if is_over else None)
             if known == NO_ROW:
                 return NO_ROW
+            self._tenant_shelves[self._shelves[known].tenant] -= 1
             del self._shelf_ids[self._shelves[known]]
             self._shelves[known] = shelf
+        self._tenant_shelves[shelf.tenant] += 1
         self._shelf_ids[shelf] = known
         return known
+
+    def _empty_shelf(self, busy: Collection[Shelf], tenant: Digest | None) -> int:
+        """One that can be given to another, of this tenant (None: of any); NO_ROW when there is none."""
+        for number, (shelf, index) in enumerate(zip(self._shelves, self._indexes, strict=True)):
+            if not index and shelf not in busy and tenant in (None, shelf.tenant):
+                return number
+        return NO_ROW
 
     def knows(self, shelf: Shelf) -> bool:
         return shelf in self._shelf_ids
@@ -258,6 +270,7 @@ class BlockTable:
             # A number whose record was lost: empty, and thereby the next to be given out again.
             lost = Shelf(Digest(bytes(32)), Digest(bytes(32)), Digest(number.to_bytes(32, "little")), Part())
             shelf = shelves.get(number, lost)
+            self._tenant_shelves[shelf.tenant] += 1
             self._shelf_ids[shelf] = number
             self._shelves.append(shelf)
             self._indexes.append({})

@@ -8,10 +8,11 @@ memory on the other: what is left is the bookkeeping and the socket. All of it i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,7 +25,10 @@ from kvtide.layout import Layout, Memory
 from kvtide.memory.arena import Arena
 from kvtide.outcome import Outcome
 from kvtide.testing.blocks import chain_keys
-from kvtide.tickets import Ticket
+from kvtide.tickets import Leased, Reservation, Ticket
+
+T = TypeVar("T")
+Order = TypeVar("Order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +53,18 @@ class Copier(Job):
     """An engine: KV memory of its own, a client, and memory like the service's for the plain copies."""
 
     def __init__(
-        self, orders: Orders, socket: str, number: int, blocks: int, passes: int, batch: int, page_bytes: int
+        self,
+        orders: Orders,
+        socket: str,
+        number: int,
+        blocks: int,
+        passes: int,
+        batch: int,
+        page_bytes: int,
+        is_ahead: bool,
     ) -> None:
         super().__init__(orders)
+        self._is_ahead = is_ahead
         self._number, self._blocks, self._passes, self._batch = number, blocks, passes, batch
         self._layout = _layout(page_bytes)
         size = self._layout.payload_bytes
@@ -76,15 +89,31 @@ class Copier(Job):
     def read(self, start_s: float) -> float:
         """Lease, copy out, release. The moment when it was done, as of the next three."""
         wait_until(start_s)
-        for _ in range(self._passes):
-            for first in range(0, self._blocks, self._batch):
-                keys, targets = self._kept[first : first + self._batch], self._own[first : first + self._batch]
-                leased = done(self._client, self._client.match_and_lease([self._shelf], keys))
-                assert leased.blocks == len(keys), "the service had lost a block of the benchmark"
-                fetched = leased.fetched[0]
-                _copy(fetched.payloads, targets)
-                self._client.release(fetched)
+        batches = [first for _ in range(self._passes) for first in range(0, self._blocks, self._batch)]
+        for first, ticket in self._asked(batches, self._ask_to_read):
+            leased = done(self._client, ticket)
+            assert leased.blocks == self._batch, "the service had lost a block of the benchmark"
+            [fetched] = leased.fetched
+            _copy(fetched.payloads, self._own[first : first + self._batch])
+            self._client.release(fetched)
         return time.monotonic()
+
+    def _ask_to_read(self, first: int) -> Ticket[Leased]:
+        return self._client.match_and_lease([self._shelf], self._kept[first : first + self._batch])
+
+    def _asked(self, orders: Sequence[Order], ask: Callable[[Order], Ticket[T]]) -> Iterator[tuple[Order, Ticket[T]]]:
+        """Each order with its ticket. Ahead: the next one is asked for while this one is copied, as an engine does."""
+        if not self._is_ahead:
+            yield from ((order, ask(order)) for order in orders)
+            return
+        before: tuple[Order, Ticket[T]] | None = None
+        for order in orders:
+            ticket = ask(order)
+            if before is not None:
+                yield before
+            before = order, ticket
+        if before is not None:
+            yield before
 
     def write(self, start_s: float) -> float:
         """Reserve, copy in, publish: fresh keys each time, in place of the oldest blocks."""
@@ -95,20 +124,23 @@ class Copier(Job):
 
     def _write(self, chains: list[list[Key]]) -> None:
         """Nobody waits for one publish before the next reserve, but all of them are over at the end."""
-        published = [self._write_batch(keys, first) for keys in chains for first in range(0, self._blocks, self._batch)]
-        for ticket in published:
-            outcomes = done(self._client, ticket)
-            assert set(outcomes) == {Outcome.HIT}, "the service did not take the benchmark's blocks"
+        batches = [(keys, first) for keys in chains for first in range(0, self._blocks, self._batch)]
+        published = []
+        for (_, first), ticket in self._asked(batches, self._ask_to_write):
+            reservation = done(self._client, ticket)
+            targets = [target for target in reservation.payloads if target is not None]
+            assert len(targets) == self._batch, "the service had no slot for the benchmark"
+            _copy(self._own[first : first + self._batch], targets)
+            published.append(self._client.publish(reservation))
+        for confirmed in published:
+            outcomes = done(self._client, confirmed)
+            assert set(outcomes) == {Outcome.HIT}, "the service did not take the blocks"
 
-    def _write_batch(self, keys: list[Key], first: int) -> Ticket[list[Outcome]]:
-        some, sources = keys[first : first + self._batch], self._own[first : first + self._batch]
+    def _ask_to_write(self, batch: tuple[list[Key], int]) -> Ticket[Reservation]:
+        keys, first = batch
         parent = keys[first - 1] if first else NO_PARENT
-        ticket = self._client.reserve(self._shelf, some, self._layout, position=first, parent=parent)
-        reservation = done(self._client, ticket)
-        targets = [target for target in reservation.payloads if target is not None]
-        assert len(targets) == len(some), "the service had no slot for the benchmark"
-        _copy(sources, targets)
-        return self._client.publish(reservation)
+        some = keys[first : first + self._batch]
+        return self._client.reserve(self._shelf, some, self._layout, position=first, parent=parent)
 
     def copy_out(self, start_s: float) -> float:
         wait_until(start_s)
@@ -134,13 +166,17 @@ def _copy(sources: Sequence[Memory], targets: Sequence[Memory]) -> None:
         np.copyto(target, source)
 
 
-def _moves(setting: Setting, *, fixed: Size | None, is_read: bool, is_many: bool, is_single: bool) -> Iterator[Trial]:
+def _moves(
+    setting: Setting, *, fixed: Size | None, is_read: bool, is_many: bool, is_single: bool, is_ahead: bool
+) -> Iterator[Trial]:
     size = fixed or (QUICK if setting.is_quick else FULL)
     clients = size.many if is_many else 1
     batch = 1 if is_single else size.blocks
     slot_bytes = HEADER_BYTES + _layout(size.page_bytes).payload_bytes
-    # Twice what a pass of all clients writes, so that every pass also evicts what an earlier one wrote.
-    with open_node(setting.folder / "node", dram_bytes=2 * clients * size.blocks * slot_bytes) as node:
+    # Twice what a pass of all clients writes, and a batch that is asked for ahead: every pass also evicts what an
+    # earlier one wrote.
+    dram_bytes = clients * (2 * size.blocks + batch) * slot_bytes
+    with open_node(setting.folder / "node", dram_bytes=dram_bytes) as node:
         options: list[dict[str, object]] = [
             {
                 "socket": str(node.socket),
@@ -149,6 +185,7 @@ def _moves(setting: Setting, *, fixed: Size | None, is_read: bool, is_many: bool
                 "passes": size.passes,
                 "batch": batch,
                 "page_bytes": size.page_bytes,
+                "is_ahead": is_ahead,
             }
             for number in range(clients)
         ]
@@ -160,7 +197,8 @@ def _moves(setting: Setting, *, fixed: Size | None, is_read: bool, is_many: bool
                 partial(_segment, copiers, "read" if is_read else "write"),
                 partial(_segment, copiers, "copy_out" if is_read else "copy_in"),
                 work=clients * size.passes * size.blocks * _layout(size.page_bytes).payload_bytes,
-                note=f"{clients} client{'s' * (clients > 1)}, {batch} block{'s' * (batch > 1)} a request;"
+                note=f"{clients} client{'s' * (clients > 1)}, {batch} block{'s' * (batch > 1)} a request,"
+                f" {'the next asked for while one is copied' if is_ahead else 'each waited for'};"
                 f" baseline: as many processes that only copy",
             )
 
@@ -172,8 +210,10 @@ def _segment(copiers: Sequence[Worker], order: str) -> Measured:
 
 
 def make_cases(size: Size | None = None) -> tuple[Case, ...]:
-    def case(name: str, *, is_read: bool, is_many: bool = False, is_single: bool = False) -> Case:
-        setup = partial(_moves, fixed=size, is_read=is_read, is_many=is_many, is_single=is_single)
+    def case(
+        name: str, *, is_read: bool, is_many: bool = False, is_single: bool = False, is_ahead: bool = True
+    ) -> Case:
+        setup = partial(_moves, fixed=size, is_read=is_read, is_many=is_many, is_single=is_single, is_ahead=is_ahead)
         return Case(name, GIGABYTES_PER_SECOND, setup, runs=21, quick_runs=7, warmups=2)
 
     return (
@@ -183,6 +223,8 @@ def make_cases(size: Size | None = None) -> tuple[Case, ...]:
         case("client-write-4", is_read=False, is_many=True),
         case("client-read-single", is_read=True, is_single=True),
         case("client-write-single", is_read=False, is_single=True),
+        case("client-read-single-waiting", is_read=True, is_single=True, is_ahead=False),
+        case("client-write-single-waiting", is_read=False, is_single=True, is_ahead=False),
     )
 
 

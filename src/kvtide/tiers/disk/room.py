@@ -70,7 +70,7 @@ class Room:
         self._aside: dict[int, Address] = {}  # blocks that the device failed to read, kept for the next open
         self._aside_bytes = 0
         self._unwritten: set[Shelf] = set()  # shelves whose record could not be written yet
-        self.table = BlockTable(policy)
+        self.table = BlockTable(policy, tenants=pools.tenants)
         self.space = Space(self.table, on_free=self._freed.extend, pools=pools, grow=self._grow_data)
         self.space.extents.grow(data.size_bytes // ALIGNMENT * ALIGNMENT)
         self.recovered = recovery.load(index, self.space)
