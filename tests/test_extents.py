@@ -170,3 +170,16 @@ def test_the_cheapest_window_is_the_one_that_a_search_of_all_windows_finds(
     extents = Extents(capacity)
     extents.occupy(*columns(sorted(stays)))
     assert extents.take(need) >= 0
+
+
+def test_many_ranges_are_taken_as_if_one_by_one() -> None:
+    one_by_one, together = Extents(1000), Extents(1000)
+    for space in (one_by_one, together):
+        taken = [space.take(100) for _ in range(10)]
+        space.give(taken[2:5], 100)
+        space.give(taken[7:8], 100)
+    expected = [one_by_one.take(100) for _ in range(5)]
+    assert together.take_many(100, 0) == []
+    assert together.take_many(100, 5) == expected[:4]
+    assert expected[4] == -1
+    assert (together.free_bytes, one_by_one.free_bytes) == (0, 0)

@@ -231,25 +231,34 @@ class Shelf:
 
 
 class Keys(Sequence[Key]):
-    """Many keys as one run of bytes: as they travel, and as they are compared. Single ones are made when asked for."""
+    """Many keys, as one run of bytes or one by one: each form is made from the other when it is first asked for."""
 
-    __slots__ = ("_count", "_split", "joined")
+    __slots__ = ("_count", "_joined", "_split")
 
     def __init__(self, joined: bytes) -> None:
         if len(joined) % KEY_BYTES:
             raise ValueError(f"keys are {KEY_BYTES} bytes each: {len(joined)} bytes are no whole number of them")
-        self.joined = joined
-        self._count = len(joined) // KEY_BYTES
+        self._joined: bytes | None = joined
         self._split: tuple[Key, ...] | None = None
+        self._count = len(joined) // KEY_BYTES
 
     @classmethod
     def of(cls, keys: Sequence[Key]) -> Keys:
         if isinstance(keys, Keys):
             return keys
-        joined = cls(b"".join(keys))
-        if joined._count != len(keys):  # some are longer, others shorter
-            raise ValueError(f"keys are {KEY_BYTES} bytes each")
-        return joined
+        self = cls(b"")
+        self._joined, self._split, self._count = None, tuple(keys), len(keys)
+        return self
+
+    @property
+    def joined(self) -> bytes:
+        """As they travel, and as they are compared."""
+        if self._joined is None:
+            assert self._split is not None
+            self._joined = b"".join(self._split)
+            if len(self._joined) != self._count * KEY_BYTES:
+                raise Rejected(f"keys are bytes of length {KEY_BYTES}")
+        return self._joined
 
     def __len__(self) -> int:
         return self._count
@@ -262,19 +271,21 @@ class Keys(Sequence[Key]):
 
     def __getitem__(self, index: int | slice) -> Key | Keys:
         if isinstance(index, slice):
-            start, end, step = index.indices(len(self))
+            start, end, step = index.indices(self._count)
             if step != 1:
                 raise ValueError("keys are cut into runs, not picked one by one")
+            if self._split is not None:
+                return Keys.of(self._split[start:end])
             return Keys(self.joined[start * KEY_BYTES : max(start, end) * KEY_BYTES])
         if self._split is not None:
             return self._split[index]
-        start = range(len(self))[index] * KEY_BYTES
+        start = range(self._count)[index] * KEY_BYTES
         return Key(self.joined[start : start + KEY_BYTES])
 
     def __iter__(self) -> Iterator[Key]:
         if self._split is None:
             # One C call makes all of them: a sixth of the time of slicing.
-            self._split = struct.unpack(f"{KEY_BYTES}s" * len(self), self.joined)
+            self._split = struct.unpack(f"{KEY_BYTES}s" * self._count, self.joined)
         return iter(self._split)
 
     def __eq__(self, other: object) -> bool:

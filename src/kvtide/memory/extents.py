@@ -40,6 +40,16 @@ class Extents:
             self.free_bytes -= size_bytes
         return offset
 
+    def take_many(self, size_bytes: int, count: int) -> list[int]:
+        """The offsets of ranges of that size, now taken: `count` of them, or as many as there are."""
+        waiting = self._bins.get(size_bytes, [])
+        offsets = waiting[len(waiting) - min(count, len(waiting)) :][::-1]
+        del waiting[len(waiting) - len(offsets) :]
+        self.free_bytes -= size_bytes * len(offsets)
+        while len(offsets) < count and (offset := self.take(size_bytes)) >= 0:
+            offsets.append(offset)
+        return offsets
+
     def give(self, offsets: list[int], size_bytes: int) -> None:
         """Hand ranges of one size back. They must have been taken, and with this size."""
         self._bins.setdefault(size_bytes, []).extend(offsets)

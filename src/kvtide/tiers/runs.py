@@ -51,10 +51,11 @@ class Runs:
 
     def remove(self, rows: list[int]) -> None:
         """These blocks became invisible."""
-        for row in rows:
+        self._reach(max(rows, default=0) + 1)
+        for row, place in zip(rows, self._place.take(rows).tolist(), strict=True):
             run = self._run_of.pop(row, None)
-            if run is not None:
-                run.end = min(run.end, self._place.item(row))
+            if run is not None and place < run.end:
+                run.end = place
 
     def follow(self, row: int, keys: Keys, first: int) -> Rows | None:
         """The rows of keys from `first` on, whose own row this is, as far as its run goes; None: it is in none."""

@@ -103,9 +103,7 @@ class Space:
         return min(need_bytes, max(0, self.pools.room_bytes(pool) // step_bytes * step_bytes))
 
     def _take_free(self, extent: int, count: int, pool: int) -> list[int]:
-        offsets: list[int] = []
-        while len(offsets) < count and (offset := self.extents.take(extent)) >= 0:
-            offsets.append(offset)
+        offsets = self.extents.take_many(extent, count)
         if offsets:
             self.pools.add(pool, extent * len(offsets))
         return offsets
