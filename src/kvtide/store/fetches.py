@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -112,14 +112,12 @@ class Fetches:
 
     def prefetch(self, wanted: Wanted) -> int:
         """Begin flights that nobody waits for. Returns how many blocks are here or on their way."""
-        for place, key in enumerate(wanted.keys):
-            address = Address(wanted.shelf, key)
-            if self._dram.table.row(address) == NO_ROW:
-                flight = self._flight(address, wanted, place)
-                if not isinstance(flight, Flight):
-                    return place
-                flight.is_wanted = True
-        return len(wanted.keys)
+        rows = self._dram.table.find(wanted.shelf, wanted.keys)
+        places = np.flatnonzero(rows == NO_ROW).tolist()
+        flights, _ = self._flights_for(wanted, places)
+        for flight in flights:
+            flight.is_wanted = True
+        return len(rows) if len(flights) == len(places) else places[len(flights)]
 
     def expire(self) -> None:
         """End the fetches whose deadline has passed with what has arrived."""
@@ -160,43 +158,74 @@ class Fetches:
             self._land(flights, [Outcome.ERROR] * len(flights), [None] * len(flights), 0)
 
     def _lift(self, fetch: Fetch, wanted: Wanted) -> None:
-        for place, key in enumerate(wanted.keys):
-            if fetch.rows[place] != NO_ROW:
-                continue
-            address = Address(wanted.shelf, key)
-            is_shared = address in self._flights
-            flight = self._flight(address, wanted, place)
-            if not isinstance(flight, Flight):
-                fetch.cut(place, flight)
-                return
-            self.joined += is_shared
+        places = [place for place, row in enumerate(fetch.rows) if row == NO_ROW]
+        known = len(self._flights)
+        flights, outcome = self._flights_for(wanted, places)
+        self.joined += len(flights) - (len(self._flights) - known)
+        for place, flight in zip(places, flights, strict=False):
             flight.waiting.append((fetch, place))
             fetch.rows[place] = flight.row
-            fetch.missing.add(place)
-            self._dram.hold(np.array([flight.row]))
+        fetch.missing.update(places[: len(flights)])
+        self._dram.hold(np.array([flight.row for flight in flights], np.int64))
+        if len(flights) < len(places):
+            fetch.cut(places[len(flights)], outcome)
 
-    def _flight(self, address: Address, wanted: Wanted, place: int) -> Flight | Outcome:
-        """The flight that brings this block up, under way or new; or why there is none."""
-        flight = self._flights.get(address)
-        if flight is None:
-            return self._take_off(address, wanted, place)
-        return Outcome.MISS if flight.is_cleared else flight
+    def _flights_for(self, wanted: Wanted, places: list[int]) -> tuple[list[Flight], Outcome]:
+        """The flights that bring these blocks up, under way or new, in their order; fewer when one has none, and why.
 
-    def _take_off(self, address: Address, wanted: Wanted, place: int) -> Flight | Outcome:
-        if any(is_meant(address.shelf) for is_meant in self._clears):
-            return Outcome.MISS
+        Slots are taken for all of them at once: one by one, making room would keep everybody else from the lock.
+        """
+        if any(is_meant(wanted.shelf) for is_meant in self._clears):
+            return [], Outcome.MISS
+        addresses: list[Address] = []
+        found: dict[Address, tuple[int, int]] = {}  # those without a flight: which tier has it, and its size
+        outcome = Outcome.HIT
+        keys = [*wanted.keys]
+        for place in places:
+            address = Address(wanted.shelf, keys[place])
+            flight = self._flights.get(address)
+            if flight is None and address not in found:
+                found[address] = self._whereabouts(address, wanted, place)
+            if (flight is not None and flight.is_cleared) or (flight is None and not found[address][1]):
+                outcome = Outcome.MISS
+                found.pop(address, None)
+                break
+            addresses.append(address)
+        if not self._take_off(found):
+            outcome = Outcome.REJECTED
+        flights = []
+        for address in addresses:
+            flight = self._flights.get(address)
+            if flight is None:
+                break
+            flights.append(flight)
+        return flights, outcome
+
+    def _whereabouts(self, address: Address, wanted: Wanted, place: int) -> tuple[int, int]:
+        """The number of the lower tier that has a block, and the size of its frame; size 0: none has it."""
         number, frame_bytes = int(wanted.tiers[place]) - 1, int(wanted.frame_bytes[place])
         if number < 0:  # it was in DRAM when it was matched, and has left since
-            number, frame_bytes = self._look_below(address)
-        if not frame_bytes or number >= len(self._lower):
-            return Outcome.MISS
-        rows = self._dram.take(frame_bytes, pool=self._dram.pool_of(address.shelf))
-        if not rows:
-            return Outcome.REJECTED
-        flight = self._flights[address] = Flight(address, rows[0])
-        self._queues[number].append(flight)
-        self._work[number].notify()
-        return flight
+            return self._look_below(address)
+        return (number, frame_bytes) if number < len(self._lower) else (0, 0)
+
+    def _take_off(self, found: dict[Address, tuple[int, int]]) -> bool:
+        """Begin a flight for each, in order, until DRAM has no slot for the next: then False."""
+        counts = Counter(frame_bytes for _, frame_bytes in found.values())  # mostly of one size
+        pools = {address.shelf: self._dram.pool_of(address.shelf) for address in found}
+        rows = {
+            frame_bytes: deque(self._dram.take(frame_bytes, count, *set(pools.values())))
+            for frame_bytes, count in counts.items()
+        }
+        for address, (number, frame_bytes) in found.items():
+            if not rows[frame_bytes]:
+                break
+            flight = self._flights[address] = Flight(address, rows[frame_bytes].popleft())
+            self._queues[number].append(flight)
+            self._work[number].notify()
+        left = [row for some in rows.values() for row in some]
+        if left:
+            self._dram.release(left)
+        return all(address in self._flights for address in found)
 
     def _look_below(self, address: Address) -> tuple[int, int]:
         for number, tier in enumerate(self._lower):
