@@ -61,6 +61,15 @@ class Asked(Generic[T]):
     miss: Callable[[Outcome], T]  # what it is without one, and why
 
 
+@dataclass(slots=True, eq=False)
+class Former:
+    """A connection that was lost, to a service that may still be there and keep what it held."""
+
+    session: int
+    instance: int
+    held: set[int]
+
+
 def connect(
     where: str | None = None,
     *,
@@ -114,7 +123,8 @@ class Client:
         self._scopes: OrderedDict[tuple[Digest, str, str], Scope] = OrderedDict()
         self._connections = 0
         self._connection: Connection | None = None
-        self._former: dict[int, Connection] = {}  # lost ones, by number, to the service that may still be there
+        self._former: dict[int, Former] = {}  # by the number of the connection
+        self._known_as = ""  # by the service
         self._request_bytes_max = 0
         self._is_closed = threading.Event()
         self._looks: threading.Thread | None = None
@@ -149,6 +159,9 @@ class Client:
             if self._is_closed.is_set():
                 connection.close(is_goodbye=True)
                 return
+            if connection.welcome.tenant != self._known_as:
+                self._scopes.clear()  # they were another tenant's
+            self._known_as = connection.welcome.tenant
             self._connections = connection.number
             self._connection = connection
             self._tell_of_former(connection)
@@ -158,16 +171,22 @@ class Client:
     def _tell_of_former(self, connection: Connection) -> None:
         """The same service still keeps what lost connections held: say what of it is in use. With the lock held."""
         instance = connection.welcome.instance
-        self._former = {n: lost for n, lost in self._former.items() if lost.welcome.instance == instance}
-        for lost in self._former.values():
-            self._tell(wire.Keep(lost.welcome.session, tuple(lost.held)))
+        self._former = {n: lost for n, lost in self._former.items() if lost.instance == instance}
+        for number, lost in list(self._former.items()):
+            if self._connection is not connection:
+                return  # it is lost as well
+            self._tell(wire.Keep(lost.session, tuple(lost.held)[: wire.LEASES_MAX]))
+            if not lost.held and self._connection is connection:
+                del self._former[number]
 
     def _lost(self, error: KvtideError) -> None:
         """Everything under way is a miss now; look for the service in the background."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close(is_goodbye=False)
-                self._former[self._connection.number] = self._connection
+                welcome = self._connection.welcome
+                former = Former(welcome.session, welcome.instance, self._connection.held)
+                self._former[self._connection.number] = former
                 self._connection = None
             asked, self._asked = self._asked, {}
             for each in asked.values():
@@ -189,8 +208,8 @@ class Client:
                 self._connect(self._calls.connect_s)
             except Unavailable:
                 continue
-            except KvtideError as error:  # turned away: it may be configured otherwise one day
-                faults.warn("client.turned_away", path=self._path, kind=error.kind, error=error)
+            except Exception as error:  # turned away, or a mistake of ours: one day it may be otherwise
+                faults.warn("client.turned_away", path=self._path, kind=type(error).__name__, error=error)
                 pause_s = max(pause_s, 5.0)
             with self._lock:
                 if self._connection is not None:  # not lost again meanwhile: nobody else would look for it then
@@ -218,10 +237,11 @@ class Client:
             if not is_owed and len(self._asked) >= connection.welcome.requests_max:
                 return Ticket.done(miss(Outcome.REJECTED))
             self._last_id = self._last_id % (wire.MESSAGE_BYTES_MAX * 4) + 1
+            message = wire.encode(make(self._last_id))  # a mistake of the caller's shows here, before anything is begun
             ticket: Ticket[T] = Ticket()
             self._asked[self._last_id] = Asked(ticket, time.monotonic() + timeout_s, read, miss)
             try:
-                connection.send(make(self._last_id))
+                connection.send(message)
             except Unavailable as error:
                 self._lost(error)  # completes the ticket
             return ticket
@@ -234,7 +254,7 @@ class Client:
             if connection is None:
                 return
             try:
-                connection.send(message)
+                connection.send(wire.encode(message))
             except Unavailable as error:
                 self._lost(error)
 
@@ -269,7 +289,7 @@ class Client:
             if isinstance(answer, wire.Refused) and answer.id == 0:
                 raise ProtocolError(f"the service ended the session: {answer.message}")
             if leases := _leases_of(answer):  # too late: nobody waits for these any more
-                connection.send(wire.Return(leases))
+                connection.send(wire.encode(wire.Return(leases)))
         elif isinstance(answer, wire.Refused):
             faults.warn(f"client.refused_{answer.kind}", message=answer.message)
             self._complete(asked.ticket, _refused(asked, answer))
@@ -374,7 +394,7 @@ class Client:
         joined = Keys.of(keys if len(keys) <= keys_max else keys[:keys_max]).joined
         return self._ask(
             lambda id: wire.MatchAndLease(
-                id, _pack(shelves), joined, first_page, pages_per_block, _for_the_service(deadline_s)
+                id, _pack(shelves), joined, int(first_page), int(pages_per_block), _for_the_service(deadline_s)
             ),
             deadline_s,
             read,
@@ -448,7 +468,7 @@ class Client:
                 self._tell(wire.Return((lease.number,)))
             elif (lost := self._former.get(lease.holder)) is not None:
                 lost.held.discard(lease.number)
-                self._tell(wire.Return((lease.number,), lost.welcome.session))
+                self._tell(wire.Return((lease.number,), lost.session))
 
     def prefetch(self, plan: Plan, shelf: Shelf | None = None) -> Ticket[int]:
         """Begin to bring the plan's blocks up into DRAM. The result is how many are there or on their way."""
@@ -529,12 +549,14 @@ class Client:
         self._check_process()
         with self._lock:
             if lease.is_over or self._connection is None or lease.holder != self._connection.number:
+                self._return(lease)
                 return Ticket.done(too_late)
             lease.is_over = True
             self._connection.held.discard(lease.number)
             beyond = too_late[wire.KEYS_MAX :]
+            places = None if which is None else np.array([i for i in which if i < wire.KEYS_MAX], "<u4")
             return self._ask(
-                lambda id: wire.Publish(id, lease.number, None if which is None else np.array(which, "<u4").tobytes()),
+                lambda id: wire.Publish(id, lease.number, None if places is None else places.tobytes()),
                 self._calls.control_s,
                 lambda answer: wire.unpack_outcomes(answer.outcomes) + beyond,
                 lambda _: too_late,
@@ -547,7 +569,9 @@ class Client:
 
     def report_prefill(self, namespace: Digest, tokens: int, seconds: float) -> None:
         """Tell how long the engine took to compute so many tokens: the service tells its operators what it saves."""
-        self._tell(wire.ReportPrefill(namespace, tokens, seconds))
+        if tokens < 0 or not 0 <= seconds <= 1e9 or len(namespace) != KEY_BYTES:
+            raise Rejected(f"{tokens} tokens of a namespace of {len(namespace)} bytes in {seconds} s: that cannot be")
+        self._tell(wire.ReportPrefill(namespace, int(tokens), float(seconds)))
 
     # Waiting, and the rest ---------------------------------------------------------------------------------
 
@@ -629,6 +653,8 @@ class Client:
         with self._lock:
             if self._is_closed.is_set():
                 return
+            for lost in list(self._former.values()):
+                self._tell(wire.Keep(lost.session, ()))
             connection, self._connection = self._connection, None
             if connection is not None:
                 connection.close(is_goodbye=True)

@@ -101,9 +101,8 @@ class Connection:
         """Block until first copies are as fast as later ones. For benchmarks."""
         self._populates.join()
 
-    def send(self, message: wire.Request) -> None:
-        """Hand a request to the kernel, or keep it for later when the kernel takes no more."""
-        data = wire.encode(message)
+    def send(self, data: bytes) -> None:
+        """Hand an encoded request to the kernel, or keep it for later when the kernel takes no more."""
         if not self._outbox:
             try:
                 data = data[self._socket.send(data) :]
@@ -162,6 +161,8 @@ class Connection:
     def close(self, *, is_goodbye: bool) -> None:
         if is_goodbye:
             with suppress(Unavailable):  # it is gone already, and everything that was held with it
-                self.send(wire.Bye())
+                self.send(wire.encode(wire.Bye()))
         self._is_stopped.set()
+        with suppress(OSError):  # not connected any more
+            self._socket.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile has the socket, too
         self._socket.close()

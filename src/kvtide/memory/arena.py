@@ -145,6 +145,7 @@ def _map_memfd(size_bytes: int, huge_pages: bool, is_private_to_write: bool) -> 
 
 
 def _map_sealed(fd: int, size_bytes: int, is_private_to_write: bool) -> mmap.mmap:
+    os.fchmod(fd, 0o600)  # who was given it to read cannot open it again to write, unless he is its owner
     os.ftruncate(fd, size_bytes)
     mapped = mmap.mmap(fd, size_bytes)
     # FUTURE_WRITE spares the mapping that exists: nobody can make another one to write through.

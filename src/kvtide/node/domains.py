@@ -31,6 +31,7 @@ from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.dram import DramTier
 from kvtide.tiers.wrappers import Borrowed, Switch
 
+_LOOKUP_S = 0.002  # everybody waits for the loop: a disk that is busy for longer has a miss
 GROUP_PREFIX = "group:"  # no tenant's name can contain a colon
 
 
@@ -137,7 +138,7 @@ class Domains:
         lower = []
         if disk is not None and (settings := self.settings.disk) is not None:
             lower.append(Lower(self.switches["disk"], settings.spill_when, settings.spill_queue_bytes_max))
-        store = Store(dram, lower, leases=self.settings.leases, tenant=tenant)
+        store = Store(dram, lower, leases=self.settings.leases, tenant=tenant, lookup_s=_LOOKUP_S)
         undo.callback(store.close, 0)
         store.on_complete = self._completed
         read_fd = dram.arena.reopen_to_read()

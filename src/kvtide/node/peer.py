@@ -9,6 +9,7 @@ connection has to stand for the end of the process.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 _SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it yet
 _CREDENTIALS = struct.Struct("3i")
 NO_FD = -1
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass(slots=True)
@@ -50,11 +52,16 @@ def peer_of(connection: socket.socket) -> Peer:
 
 
 def _pidfd(connection: socket.socket, pid: int) -> int:
+    """NO_FD where the kernel has none. Raises OSError where it has, but this process may not open one more."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        pass  # an older kernel: by number, which is sound as long as the process has not ended meanwhile
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise
+    # An older kernel: by number, which is sound as long as the process has not ended meanwhile.
     try:
         return os.pidfd_open(pid) if pid > 0 else NO_FD
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise
         return NO_FD

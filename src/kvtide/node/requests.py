@@ -197,7 +197,9 @@ class Requests:
         return None
 
     def _check_holdings(self, session: Session, more: int) -> None:
-        if len(session.holdings) + more > wire.LEASES_MAX:
+        if len(session.holdings) + len(session.waiting) + more > wire.LEASES_MAX:
+            session.drop_ended()
+        if len(session.holdings) + len(session.waiting) + more > wire.LEASES_MAX:
             raise Busy(f"{len(session.holdings)} leases are held already: return some first")
 
     def _check_role(self, session: Session, roles: Sequence[Role], what: str) -> None:

@@ -117,7 +117,7 @@ class Service:
         """Serve. Returns after `stop`, with every session ended."""
         try:
             while not self._is_stopping:
-                for fd, events in self._spin.wait(self._epoll.poll, 0 if self._line or self._unread else _TIDY_S):
+                for fd, events in self._spin.wait(self._epoll.poll, self._rest_s()):
                     self._handle_event(fd, events)
                 for _ in range(len(self._unread)):
                     self._take_some(self._unread.popleft())
@@ -129,12 +129,19 @@ class Service:
             for session in list(self._sessions.values()):
                 self._end(session, "stopping")
             for session in list(self._processes.values()):
-                self._let_go(session)
+                # Without taking back what it holds: it may be copying, and its slots are not needed any more.
+                self._unwatch(session)
             self._domains.on_complete = lambda: None
             self._epoll.close()
             with self._wake_lock:
                 os.close(self._wake)
                 self._wake = NO_FD
+
+    def _rest_s(self) -> float:
+        """How long there is nothing to do, unless somebody comes."""
+        if self._line or self._unread:
+            return 0.0
+        return min(_TIDY_S, max(0.0, self._tidy_at_s - time.monotonic()))
 
     def _handle_event(self, fd: int, events: int) -> None:
         if (known := self._sessions.get(fd)) is not None:
@@ -168,8 +175,15 @@ class Service:
             connection.close()
             self.meter.cut_off["busy"] += 1
             return
+        try:
+            peer = peer_of(connection)
+        except OSError as error:  # without a descriptor of its process nobody would know when that is over
+            faults.warn("node.accept_failed", error=error.strerror)
+            _refuse(connection, Busy("the service has no file descriptor left: raise its limit (LimitNOFILE)"))
+            connection.close()
+            return
         self._last_number += 1
-        session = Session(self._last_number, connection, peer_of(connection), time.monotonic())
+        session = Session(self._last_number, connection, peer, time.monotonic())
         self._sessions[session.fd] = session
         self._epoll.register(session.fd, _READ)
 
@@ -265,6 +279,8 @@ class Service:
     def _take(self, session: Session, request: wire.Request, size_bytes: int) -> None:
         if isinstance(request, _AT_ONCE):
             self._answer(session, request)
+            if isinstance(request, wire.Bye):
+                self._end(session, "goodbye")
         elif self._is_too_much(session, request):
             error = Busy(f"{self._settings.node.requests_max} requests are under way: wait for answers first")
             self.meter.answered(_OP_OF[type(request)], error.kind, 0.0)
@@ -294,6 +310,7 @@ class Service:
         try:
             answer = self._requests.handle(session, request)
             if answer is None and not isinstance(request, _AT_ONCE):
+                self._tidy_by_deadline()
                 return  # it waits for its ticket, and is counted then
         except ProtocolError as error:
             self.meter.answered(op, error.kind, time.perf_counter() - began_s)
@@ -308,6 +325,11 @@ class Service:
         self.meter.answered(op, result, time.perf_counter() - began_s)
         if answer is not None:
             self._send(session, answer)
+
+    def _tidy_by_deadline(self) -> None:
+        """Come back in time for the next fetch whose deadline passes: its client waits no longer than that."""
+        next_s = min(domain.store.next_deadline_s() for domain in self._domains)
+        self._tidy_at_s = min(self._tidy_at_s, time.monotonic() + next_s)
 
     def _failed(self, session: Session, op: str, began_s: float) -> None:
         """A mistake of ours must not take the service from everybody else. It ends this session, loudly."""
@@ -358,6 +380,7 @@ class Service:
         """The connection is over. What it held comes back now only if nobody can be copying any more."""
         if session.is_over:
             return
+        self._publish_rest(session)
         session.is_over = True
         session.requests.clear()
         session.unread.clear()
@@ -367,8 +390,18 @@ class Service:
         if session.principal is not None:
             log.info("node.session_ended session=%d reason=%s", session.number, reason)
         # What waits was not told of any slot, so it is only what it holds that a living process may be copying.
+        session.drop_ended()
         if session.has_said_bye or session.principal is None or session.peer.is_dead or not session.holdings:
             self._let_go(session)
+
+    def _publish_rest(self, session: Session) -> None:
+        """What was filled and handed in before the end of the connection is saved; nobody hears of it."""
+        for request in session.requests:
+            if isinstance(request, wire.Publish):
+                try:
+                    self._requests.handle(session, request)
+                except KvtideError as error:
+                    log.debug("node.late_publish_refused session=%d error=%s", session.number, error)
 
     def _earlier(self, session: Session, number: int) -> Session | None:
         """A session of the same process and tenant, by its number, whose connection was lost."""
@@ -387,6 +420,9 @@ class Service:
             seat.domain.store.forget(session.number)
         session.holdings.clear()
         session.waiting.clear()
+        self._unwatch(session)
+
+    def _unwatch(self, session: Session) -> None:
         if self._processes.pop(session.peer.pidfd, None) is not None:
             self._epoll.unregister(session.peer.pidfd)
         session.peer.close()
@@ -396,6 +432,7 @@ class Service:
         self._tidy_at_s = now_s + _TIDY_S
         for domain in self._domains:
             domain.store.poll()  # ends what is past its time
+        self._tidy_by_deadline()
         for session in list(self._processes.values()):
             if session.is_over and not session.holdings:  # its process has returned all of it through a later one
                 self._let_go(session)

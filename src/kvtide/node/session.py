@@ -150,6 +150,12 @@ class Session:
         self.queued_bytes -= self._sizes.popleft()
         return self.requests.popleft()
 
+    def drop_ended(self) -> None:
+        """Pins end by themselves."""
+        self.holdings = {
+            n: each for n, each in self.holdings.items() if each.what.lease and not each.what.lease.is_over
+        }
+
     def hold(self, seat: Seat, what: Fetched | Reservation) -> int:
         """A number by which the client can return this."""
         self._last_lease += 1

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.deadline import Deadline
+from kvtide.errors import Damaged
 from kvtide.frame import Header, decode_header
 from kvtide.keys import Address, Key, Shelf
 from kvtide.observe.fault_log import FaultLog
@@ -243,7 +244,7 @@ class Fetches:
                     return
                 flights = self._board(queue)
             outcomes = self._read(tier, flights)
-            headers = self._headers(flights, outcomes)
+            headers = [self._header(flight, outcome) for flight, outcome in zip(flights, outcomes, strict=True)]
             with work:
                 self._land(flights, outcomes, headers, number)
 
@@ -268,12 +269,23 @@ class Fetches:
                 self._land([flight], [Outcome.TIMEOUT], [None], 0)
         return flights
 
-    def _headers(self, flights: list[Flight], outcomes: list[Outcome]) -> list[Header | None]:
-        """Without the lock: what the frames that have arrived say of themselves."""
-        return [
-            decode_header(self._dram.memory(flight.row))[0] if outcome is Outcome.HIT else None
-            for flight, outcome in zip(flights, outcomes, strict=True)
-        ]
+    def _header(self, flight: Flight, outcome: Outcome) -> Header | None:
+        """Without the lock: what a frame that has arrived says of itself, None when it is not the one asked for.
+
+        The tier has verified it, but in memory that clients of this tenant may write to: what is read there once
+        more could be anything by now, and must not lead to another shelf.
+        """
+        if outcome is not Outcome.HIT:
+            return None
+        try:
+            header, _ = decode_header(self._dram.memory(flight.row))
+        except Damaged as error:
+            faults.warn("store.changed_in_memory", error=error)
+            return None
+        if header.address != flight.address:
+            faults.warn("store.changed_in_memory", error="the frame is another one")
+            return None
+        return header
 
     def _land(
         self, flights: list[Flight], outcomes: list[Outcome], headers: Sequence[Header | None], number: int
@@ -284,6 +296,8 @@ class Fetches:
         for i, (flight, header) in enumerate(zip(flights, headers, strict=True)):
             del self._flights[flight.address]
             if header is None:
+                if outcomes[i] is Outcome.HIT:
+                    outcomes[i] = Outcome.CORRUPT
                 continue
             self._dram.header[flight.row] = header
             # Written anew since it was matched, and shorter: behind it stands what another block left in the slot.

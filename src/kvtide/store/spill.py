@@ -99,7 +99,7 @@ class Spiller:
         """Which of these the tier is known to have."""
         while len(self._is_below) < self._dram.table.rows:
             self._is_below = np.concatenate((self._is_below, np.zeros_like(self._is_below)))
-        return self._is_below.take(rows)
+        return self._is_below.take(np.asarray(rows, np.int64))
 
     def drain(self, deadline: Deadline) -> bool:
         """Without the lock: wait until everything queued is written. False when the deadline came first."""

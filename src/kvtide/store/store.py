@@ -90,12 +90,15 @@ class Store:
         *,
         leases: LeaseSettings | None = None,
         tenant: Tenant | None = None,
+        lookup_s: float = 0.05,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`lookup_s`: how long all lookups of one request together may wait for a busy medium."""
         self.dram = dram
         self.tiers: list[Tier] = [dram, *(each.tier for each in lower)]
         self._settings = leases or LeaseSettings()
         self._tenant = tenant or Tenant()
+        self._lookup_s = lookup_s
         self._clock = clock
         self._lock = dram.lock
         self._changed = threading.Condition(dram.lock)
@@ -150,7 +153,8 @@ class Store:
     def match(self, shelves: Sequence[Shelf], keys: Sequence[Key]) -> Ticket[Match]:
         """Find the longest prefix of `keys` whose block stands on every one of `shelves` (one for each part)."""
         keys = Keys.of(keys)  # the caller's own list may grow while he waits
-        found = [self._locate(shelf, keys) for shelf in shelves]
+        deadline = Deadline.after(self._lookup_s)
+        found = [self._locate(shelf, keys, deadline) for shelf in shelves]
         blocks = min((_prefix(sizes) for sizes, _ in found), default=0)
         with self._lock:
             self._asked += len(keys)
@@ -158,9 +162,11 @@ class Store:
         sizes, tiers = tuple(sizes for sizes, _ in found), tuple(tiers for _, tiers in found)
         return Ticket.done(Match(tuple(shelves), keys, blocks, sizes, tiers))
 
-    def _locate(self, shelf: Shelf, keys: Sequence[Key]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
+    def _locate(
+        self, shelf: Shelf, keys: Sequence[Key], deadline: Deadline
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
         """The frame bytes of each key (0: nowhere) and the first tier that has it."""
-        if len(keys) > _PROBE_ABOVE and not any(tier.lookup(shelf, keys[:1]).any() for tier in self.tiers):
+        if len(keys) > _PROBE_ABOVE and not any(tier.lookup(shelf, keys[:1], deadline).any() for tier in self.tiers):
             keys = keys[:1]  # the first block is nowhere, so no other one matters: a miss costs next to nothing
         sizes = self.tiers[0].lookup(shelf, keys)
         tiers = np.zeros(len(keys), np.int8)
@@ -168,7 +174,7 @@ class Store:
             missing = np.flatnonzero(sizes == 0)
             if not len(missing):
                 break
-            sizes[missing] = tier.lookup(shelf, [keys[i] for i in missing.tolist()])
+            sizes[missing] = tier.lookup(shelf, [keys[i] for i in missing.tolist()], deadline)
             tiers[missing] = number
         return sizes, tiers
 
@@ -280,8 +286,9 @@ class Store:
             blocks = min(map(len, found), default=0)
             if blocks == len(keys):
                 return self._lease_found(found, blocks, len(keys), first_page, pages_per_block, holder)
+        deadline = Deadline.after(self._lookup_s)
         if blocks == 0 or not any(
-            len(rows) == blocks and self._is_nowhere_below(shelf, keys[blocks : blocks + 1])
+            len(rows) == blocks and self._is_nowhere_below(shelf, keys[blocks : blocks + 1], deadline)
             for shelf, rows in zip(shelves, found, strict=True)
         ):
             return None
@@ -289,8 +296,8 @@ class Store:
             found = self._prefixes(shelves, keys[:blocks])
             return self._lease_found(found, blocks, len(keys), first_page, pages_per_block, holder)
 
-    def _is_nowhere_below(self, shelf: Shelf, keys: Keys) -> bool:
-        return not any(tier.lookup(shelf, keys).any() for tier in self.tiers[1:])
+    def _is_nowhere_below(self, shelf: Shelf, keys: Keys, deadline: Deadline) -> bool:
+        return not any(tier.lookup(shelf, keys, deadline).any() for tier in self.tiers[1:])
 
     def _prefixes(self, shelves: tuple[Shelf, ...], keys: Keys) -> list[Rows]:
         return [self.dram.table.find_prefix(shelf, keys) for shelf in shelves]
@@ -436,6 +443,11 @@ class Store:
             if ticket.is_done and ticket in self._completed:
                 self._completed.remove(ticket)  # who waited for it knows: no poll need keep its result
         return ticket.is_done
+
+    def next_deadline_s(self) -> float:
+        """Seconds until the next fetch under way is over in any case."""
+        with self._lock:
+            return self._fetches.next_deadline_s()
 
     def forget(self, holder: int) -> None:
         """A client is dead: everything that it held comes back."""

@@ -144,6 +144,7 @@ class DramTier(Tier):
 
     def release(self, rows: Rows | list[int]) -> None:
         """Let go of rows. An invisible row that nobody holds any more is free."""
+        rows = np.asarray(rows, np.int64)
         with self.lock:
             np.subtract.at(self.table.held, rows, _ONE)
             held, is_invisible = self.table.held.take(rows), self.table.shelf.take(rows) == NO_ROW

@@ -52,7 +52,7 @@ class Runs:
     def remove(self, rows: list[int]) -> None:
         """These blocks became invisible."""
         self._reach(max(rows, default=0) + 1)
-        for row, place in zip(rows, self._place.take(rows).tolist(), strict=True):
+        for row, place in zip(rows, self._place.take(np.array(rows, np.int64)).tolist(), strict=True):
             run = self._run_of.pop(row, None)
             if run is not None and place < run.end:
                 run.end = place

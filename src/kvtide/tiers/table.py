@@ -46,7 +46,7 @@ class BlockTable:
         self._shelves: list[Shelf] = []
         self._indexes: list[dict[Key, int]] = []
         # Blocks whose parent is not here (yet): found again by the parent's key when it arrives.
-        self._orphans: dict[tuple[int, Key], list[int]] = {}
+        self._orphans: dict[tuple[int, Key], dict[int, None]] = {}  # rows in order, as keys
         self._orphan_of: dict[int, tuple[int, Key]] = {}
 
     @property
@@ -302,19 +302,19 @@ class BlockTable:
         return np.flatnonzero(is_meant).tolist()
 
     def _orphan(self, row: int, shelf: int, parent: Key) -> None:
-        self._orphans.setdefault((shelf, parent), []).append(row)
+        self._orphans.setdefault((shelf, parent), {})[row] = None
         self._orphan_of[row] = (shelf, parent)
 
     def _adopt(self, row: int, shelf: int, key: Key) -> None:
         if children := self._orphans.pop((shelf, key), None):
-            self.policy.link(children, row)
+            self.policy.link([*children], row)
             for child in children:
                 del self._orphan_of[child]
 
     def _forget_orphan(self, row: int) -> None:
         place = self._orphan_of.pop(row)
         siblings = self._orphans[place]
-        siblings.remove(row)
+        del siblings[row]
         if not siblings:
             del self._orphans[place]
 

@@ -168,7 +168,7 @@ class DiskTier(Tier):
     def lookup(self, shelf: Shelf, keys: Sequence[Key], deadline: Deadline = NEVER) -> npt.NDArray[np.int64]:
         # The lock may be held while the files grow or a record is written, and on a sick device that can take long.
         # An engine is waiting: after a moment the answer is a miss.
-        if not self._lock.acquire(timeout=_LOOKUP_WAIT_S):
+        if not self._lock.acquire(timeout=min(_LOOKUP_WAIT_S, deadline.left_s)):
             return np.zeros(len(keys), np.int64)
         try:
             if self._state != "open":
