@@ -222,7 +222,8 @@ class Fetches:
                 break
             flight = self._flights[address] = Flight(address, rows[frame_bytes].popleft())
             self._queues[number].append(flight)
-            self._work[number].notify()
+        for number in {number for number, _ in found.values()}:
+            self._work[number].notify(_READERS)
         left = [row for some in rows.values() for row in some]
         if left:
             self._dram.release(left)
