@@ -703,10 +703,22 @@ def test_a_reservation_of_a_lost_connection_cannot_be_published_but_comes_back(n
         reservation = user.done(client.reserve(user.here, KEYS, LAYOUT))
         lose_connection(node, client)
         assert user.done(client.publish(reservation)) == [REJECTED] * len(KEYS)
-        client.abort(reservation)
         eventually(lambda: watching.leases == 0, "the slots are back")
         watching.save()
         user.assert_right(user.fetch())
+
+
+def test_a_goodbye_also_gives_back_what_lost_connections_held(node: ServedNode) -> None:
+    with node.connect() as witness:
+        watching = user_of(witness)
+        with node.connect() as client:
+            user = user_of(client)
+            user.save()
+            user.fetch()
+            lose_connection(node, client)
+            user.fetch()
+            eventually(lambda: watching.leases == 2, "both are held")
+        eventually(lambda: watching.leases == 0, "both are back")
 
 
 def test_a_process_cannot_return_what_another_one_holds(node: ServedNode) -> None:

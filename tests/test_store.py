@@ -14,19 +14,22 @@ import numpy as np
 import pytest
 
 from kvtide.config import DiskSettings, DramSettings, LeaseSettings, Settings, SpillWhen
+from kvtide.deadline import NEVER, Deadline
 from kvtide.errors import ConfigError, FolderOwned, Rejected
-from kvtide.frame import HEADER_BYTES
+from kvtide.frame import HEADER_BYTES, Frame
 from kvtide.keys import NO_PARENT, Address, Digest, Key, Part, Shelf
-from kvtide.layout import Layout
+from kvtide.layout import Layout, Memory
 from kvtide.outcome import Outcome
 from kvtide.store import Fetched, Lower, Plan, Reservation, Store, Ticket, open_store
 from kvtide.testing.blocks import chain_keys
+from kvtide.testing.blocks import header as make_header
 from kvtide.testing.blocks import shelf as make_shelf
 from kvtide.testing.faults import FaultyTier, VirtualClock
 from kvtide.testing.store_machine import assert_payloads, fetch, fill, matched, payload_of, save
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.disk.folder import DATA
 from kvtide.tiers.dram import DramTier
+from kvtide.tiers.tier import Tier
 
 HIT, MISS, PENDING, REJECTED = Outcome.HIT, Outcome.MISS, Outcome.PENDING, Outcome.REJECTED
 TIMEOUT, CORRUPT, ERROR = Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.ERROR
@@ -451,6 +454,50 @@ def test_a_tier_that_does_not_deliver_costs_the_blocks_and_no_more(rig: Rig, out
     assert rig.used_slots == 4
     rig.disk.answers = {}
     assert_right(fetch(rig.store, HERE, KEYS))
+
+
+class MeddlingTier(FaultyTier):
+    """Somebody who maps the arena changes a frame's header after it was verified."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier)
+        self.meddle: Callable[[Memory], None] | None = None
+
+    def read(self, addresses: Sequence[Address], into: Sequence[Memory], deadline: Deadline = NEVER) -> list[Outcome]:
+        outcomes = super().read(addresses, into, deadline)
+        for memory in into:
+            if self.meddle is not None:
+                self.meddle(memory)
+        return outcomes
+
+
+def forge(memory: Memory) -> None:
+    """A sound header, of a block that stands on another tenant's shelf."""
+    payload_bytes = len(memory) - HEADER_BYTES
+    Frame(make_header(Address(make_shelf("victim"), KEYS[0]), payload_bytes), memory).seal()
+
+
+def break_magic(memory: Memory) -> None:
+    memory[0] ^= 1
+
+
+@pytest.mark.parametrize("meddle", [forge, break_magic])
+def test_a_header_that_changes_in_memory_after_it_was_verified_leads_nowhere(
+    tmp_path: Path, meddle: Callable[[Memory], None]
+) -> None:
+    rig = Rig(tmp_path)
+    rig.save()
+    rig.store.close()
+    disk = MeddlingTier(DiskTier(tmp_path, 4 << 20))
+    with Store(DramTier(SLOTS * SLOT, huge_pages=False), [Lower(disk)]) as store:
+        disk.meddle = meddle
+        for _ in range(3):  # more than there are threads to lose
+            fetched = fetch(store, HERE, KEYS)
+            assert (fetched.blocks, fetched.outcome) == (0, CORRUPT)
+        assert matched(store, make_shelf("victim"), KEYS[:1]).blocks == 0
+        disk.meddle = None
+        assert_right(fetch(store, HERE, KEYS))
+    assert not disk.tier.stats().outcomes["write"].get("hit"), "nothing of it went down to the disk"
 
 
 def test_a_mistake_of_a_tier_costs_the_blocks_and_the_next_ones_come(rig: Rig) -> None:
