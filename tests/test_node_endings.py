@@ -96,7 +96,7 @@ def test_what_has_arrived_by_the_deadline_is_served_over_the_wire_as_well(tmp_pa
         store.dram.delete([Address(user.here, key) for key in keys])
         switch = node.domains.switches["disk"]
         switch.tier = late = SecondBatchLate(switch.tier)
-        leased = user.done(client.match_and_lease([user.here], keys, deadline_s=0.5))
+        leased = user.done(client.match_and_lease([user.here], keys, deadline_s=4.0))
         late.goes_on.set()
         assert (leased.matched_blocks, leased.fetched[0].outcome) == (300, Outcome.TIMEOUT)
         assert 0 < leased.blocks < 300

@@ -154,5 +154,8 @@ class Reservation:
 
     @cached_property
     def payloads(self) -> list[Memory | None]:
-        views = iter(self.slots.views())
+        given: list[Memory | None] = [*self.slots.views()]
+        if len(given) == len(self.outcomes):  # mostly: all of them
+            return given
+        views = iter(given)
         return [next(views) if outcome is Outcome.MISS else None for outcome in self.outcomes]

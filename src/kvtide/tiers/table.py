@@ -173,9 +173,10 @@ class BlockTable:
         self.blocks += len(rows)
         pool = self.pool.item(rows[0]) if rows else 0
         self.policy.insert(at, np.array(parent_rows, np.int64), self.extent[at], pools=pool)
-        for row, parent, parent_row in zip(rows, parents, parent_rows, strict=True):
-            if parent_row == NO_ROW and parent != NO_PARENT:
-                self._orphan(row, number, parent)
+        if NO_ROW in parent_rows:
+            for row, parent, parent_row in zip(rows, parents, parent_rows, strict=True):
+                if parent_row == NO_ROW and parent != NO_PARENT:
+                    self._orphan(row, number, parent)
         if self._orphans:
             for row, key in zip(rows, keys, strict=True):
                 self._adopt(row, number, key)
