@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -234,6 +235,7 @@ def test_what_an_exit_closes_is_kept(tmp_path: Path) -> None:
     program = f"""
 import atexit
 from pathlib import Path
+from typing import ClassVar
 from kvtide.store import Lower, Store
 from kvtide.tiers.disk import DiskTier
 from kvtide.tiers.dram import DramTier
@@ -250,16 +252,20 @@ save(store, KEYS)
 
 
 class SlowFile(RawFile):
-    """Frames take long, and meanwhile somebody loses patience."""
+    """Frames take long, and meanwhile somebody loses patience: once, though several threads write."""
+
+    impatience: ClassVar[Iterator[None]]
 
     def write(self, parts: list[Memory], offset: int) -> None:
         if self.path.name == DATA:
-            os.kill(os.getpid(), signal.SIGINT)
+            for _ in self.impatience:
+                os.kill(os.getpid(), signal.SIGINT)
             threading.Event().wait(0.2)
         super().write(parts, offset)
 
 
 def test_an_interrupt_while_closing_still_closes_everything(tmp_path: Path) -> None:
+    SlowFile.impatience = iter([None])
     disk = DiskTier(tmp_path, 8 << 20, open_file=SlowFile)
     store = Store(DramTier(1 << 20, huge_pages=False), [Lower(disk, "second_use")])
     save(store, KEYS)
