@@ -264,8 +264,11 @@ class SlowFile(RawFile):
         super().write(parts, offset)
 
 
-def test_an_interrupt_while_closing_still_closes_everything(tmp_path: Path) -> None:
+def test_an_interrupt_while_closing_still_closes_everything(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     SlowFile.impatience = iter([None])
+    # A shell that runs the tests in the background lets them ignore interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     disk = DiskTier(tmp_path, 8 << 20, open_file=SlowFile)
     store = Store(DramTier(1 << 20, huge_pages=False), [Lower(disk, "second_use")])
     save(store, KEYS)
