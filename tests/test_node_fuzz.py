@@ -56,7 +56,7 @@ SEEDS = [
     wire.encode(message)[wire.LENGTH_BYTES :]
     for message in (
         wire.Hello(1, "0.1", "token", "tenant"),
-        wire.Welcome(1, "0.1", 3, "a", "engine", (wire.ArenaInfo(1 << 30, True),), 1, 2, 3.5, 7),
+        wire.Welcome(1, "0.1", 3, "a", "engine", (wire.ArenaInfo(1 << 30, True),), 1, 2, 3.5, 7, ("dram",)),
         wire.Refused(0, "busy", "later"),
         wire.OpenScope(1, DIGEST, DIGEST, "group"),
         wire.Find(1, (SHELF, SHELF), b"".join(KEYS[:3])),

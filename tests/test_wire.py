@@ -65,7 +65,17 @@ ANSWERS: list[wire.Answer] = [
 ]
 WELCOMES: list[wire.Welcome | wire.Refused] = [
     wire.Welcome(
-        1, "0.1", 3, "search", "engine", (wire.ArenaInfo(1 << 30, True), wire.ArenaInfo(4096, False)), 1, 2, 3.5, 7
+        1,
+        "0.1",
+        3,
+        "search",
+        "engine",
+        (wire.ArenaInfo(1 << 30, True), wire.ArenaInfo(4096, False)),
+        1,
+        2,
+        3.5,
+        7,
+        ("dram", "disk"),
     ),
     wire.Refused(0, "busy", "later"),
 ]
@@ -238,6 +248,8 @@ BOUNDS: list[tuple[Struct, str, object, object]] = [
     (ANSWERS[8], "json", bytes(wire.MESSAGE_BYTES_MAX // 2), bytes(wire.MESSAGE_BYTES_MAX // 2 + 1)),
     (WELCOMES[0], "arenas", [[1, True]] * wire.ARENAS_MAX, [[1, True]] * (wire.ARENAS_MAX + 1)),
     (WELCOMES[0], "arenas", [[NUMBER_MAX, True]], [[NUMBER_MAX + 1, True]]),
+    (WELCOMES[0], "tiers", ["dram"] * wire.TIERS_MAX, ["dram"] * (wire.TIERS_MAX + 1)),
+    (WELCOMES[0], "tiers", ["x" * 256], ["x" * 257]),
     (WELCOMES[0], "arenas", [[1, False]], [[1, 0]]),
     (WELCOMES[0], "fetch_s", 1e9, 2e9),
 ]

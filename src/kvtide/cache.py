@@ -27,6 +27,10 @@ class Cache(Protocol):
     After `close`, `release`, `abort`, `poll` and `wait` do no harm; the others raise Closed, or give nothing.
     """
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """Of the tiers that a match tells by number, DRAM first."""
+
     def open_scope(self, namespace: Digest, name: str = "") -> Ticket[Scope | None]:
         """What keys and shelves are derived from: one for each namespace and customer (a `cache_salt`, say).
         None: there is no cache for that customer now."""
@@ -79,6 +83,9 @@ class Cache(Protocol):
 
     def abort(self, reservation: Reservation) -> None:
         """Give the slots back unfilled. Twice is once."""
+
+    def report_prefill(self, namespace: Digest, tokens: int, seconds: float) -> None:
+        """Tell how long the engine took to compute so many tokens, where somebody keeps account of what is saved."""
 
     def poll(self) -> list[Ticket[Any]]:
         """The tickets that were completed since the last poll."""

@@ -35,6 +35,7 @@ KEYS_MAX: Final = 16_384  # of one message: with a size and a tier for each, wel
 SHELVES_MAX: Final = 64
 LEASES_MAX: Final = 4096
 ARENAS_MAX: Final = 64
+TIERS_MAX: Final = 16
 RECEIVE_BYTES: Final = 1 << 16  # at a time: what is larger is mapped and unmapped by malloc for each call
 
 _LENGTH: Final = struct.Struct("<I")
@@ -80,6 +81,7 @@ class Welcome(Struct, tag=1, array_like=True, frozen=True):
     requests_max: Number
     fetch_s: Seconds
     instance: Number  # of the service: another one after each start
+    tiers: Annotated[tuple[Word, ...], Meta(max_length=TIERS_MAX)]  # their names, in the order of a match's numbers
 
 
 class Refused(Struct, tag=2, array_like=True, frozen=True):

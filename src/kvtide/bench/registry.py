@@ -10,6 +10,7 @@ from kvtide.bench.case import Benchmark
 BENCHMARKS: dict[str, str] = {
     "store": "kvtide.bench.store:BENCHMARK",
     "node": "kvtide.bench.node:BENCHMARK",
+    "engine": "kvtide.bench.engine:BENCHMARK",
 }
 
 

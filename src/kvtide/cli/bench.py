@@ -21,6 +21,7 @@ from kvtide.bench.harness import Choice, run_benchmark
 from kvtide.bench.progress import Progress
 from kvtide.bench.registry import BENCHMARKS, load_benchmark
 from kvtide.bench.report import Report, as_json, as_table, write_json
+from kvtide.config.defaults import user_cache_folder
 from kvtide.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _check(benchmark: Benchmark, report: Report) -> int:
 
 def _make_folder(wanted: Path | None) -> Path:
     """Create the folder for disk files. Not under /tmp by default, which is memory on many systems."""
-    folder = wanted or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtide" / "bench"
+    folder = wanted or user_cache_folder() / "bench"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

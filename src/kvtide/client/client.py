@@ -126,6 +126,7 @@ class Client:
         self._former: dict[int, Former] = {}  # by the number of the connection
         self._known_as = ""  # by the service
         self._request_bytes_max = 0
+        self._tier_names: tuple[str, ...] = ()
         self._is_closed = threading.Event()
         self._looks: threading.Thread | None = None
         self._is_looking = False
@@ -148,6 +149,11 @@ class Client:
         connection = self._connection
         return connection.welcome.tenant if connection else ""
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """Of the tiers that a match tells by number, DRAM first; those of the last service that was there."""
+        return self._tier_names
+
     def wait_populated(self) -> None:
         """Block until the arenas are mapped page by page. For benchmarks; nothing else needs to wait."""
         if (connection := self._connection) is not None:
@@ -166,6 +172,7 @@ class Client:
             self._connection = connection
             self._tell_of_former(connection)
             self._request_bytes_max = connection.welcome.request_bytes_max
+            self._tier_names = connection.welcome.tiers
         log.info("client.connected path=%s tenant=%s", self._path, connection.welcome.tenant)
 
     def _tell_of_former(self, connection: Connection) -> None:

@@ -48,6 +48,11 @@ def resolve_tiers(settings: Settings, available: Callable[[], int] = memory_avai
     return replace(settings, folder=folder, dram=dram, disk=disk)
 
 
+def user_cache_folder() -> Path:
+    """Where this user keeps what kvtide can make again: models that were converted, files of benchmarks."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtide"
+
+
 def existing_folder(path: Path) -> Path:
     """The folder itself, or the nearest one above it that exists: they will share a filesystem."""
     while not path.exists() and path != path.parent:

@@ -31,8 +31,8 @@ folder. A name that is not known is an error, wherever it stands. `kvtide doctor
 | none | `null` in YAML, `none` elsewhere: the default of settings that depend on the machine |
 
 These names in the environment are no settings, and kvtide reads them elsewhere: `KVTIDE_CONFIG`, `KVTIDE_SOCKET`,
-`KVTIDE_TOKEN`, `KVTIDE_TENANT`, `KVTIDE_ADMIN_URL`, `KVTIDE_ADMIN_TOKEN`, `KVTIDE_TRACES`. What Kubernetes adds for a
-service called kvtide (`KVTIDE_SERVICE_HOST` and the like) is ignored.
+`KVTIDE_TOKEN`, `KVTIDE_TENANT`, `KVTIDE_ADMIN_URL`, `KVTIDE_ADMIN_TOKEN`, `KVTIDE_API_KEY`, `KVTIDE_TRACES`. What
+Kubernetes adds for a service called kvtide (`KVTIDE_SERVICE_HOST` and the like) is ignored.
 """
 
 _LISTS = """\

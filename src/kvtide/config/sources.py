@@ -46,6 +46,7 @@ OTHER_ENV = frozenset(
         "KVTIDE_TENANT",
         "KVTIDE_ADMIN_URL",
         "KVTIDE_ADMIN_TOKEN",
+        "KVTIDE_API_KEY",
     }
 )
 # Kubernetes tells every pod of every service: one that is called kvtide, or kvtide-something, lands in our names.

@@ -211,6 +211,7 @@ class Service:
             self._settings.node.requests_max,
             self._settings.leases.fetch_s,
             self._instance,
+            session.seat.domain.store.tier_names,
         )
         session.welcome(welcome, [seat.domain.arena_fd(seat.is_writable) for seat in session.seats.values()])
         session.principal = principal  # from here on its slots are its own until its process ends

@@ -141,6 +141,11 @@ class Store:
                     tier=tier.traits.name,
                 )
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """Of the tiers that a match tells by number, DRAM first."""
+        return tuple(tier.traits.name for tier in self.tiers)
+
     def open_scope(self, namespace: Digest, name: str = "") -> Ticket[Scope | None]:
         """What keys and shelves are derived from: one for each namespace and customer (a `cache_salt`, say).
 
@@ -422,6 +427,9 @@ class Store:
         if not lease.is_over:
             self._saves.unreserve(lease)
             self._end(lease)
+
+    def report_prefill(self, namespace: Digest, tokens: int, seconds: float) -> None:
+        """The node service keeps account of what its engines save; a store in an engine's own process does not."""
 
     # Waiting, and being tidy -------------------------------------------------------------------------------
 
