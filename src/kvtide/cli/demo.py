@@ -28,11 +28,16 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="PATH", default=Path("kvtide-demo.png"), help="the picture (default: %(default)s)"
     )
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", default=6000, help="length of the text, 500 to 6000 (default: %(default)s)"
+    )
     parser.add_argument("--folder", type=Path, help="where the demo's service goes (default: in the user's cache)")
 
 
 def run(args: argparse.Namespace) -> int:
     logging.getLogger("kvtide").addHandler(logging.NullHandler())  # that the service goes is part of the show
+    if not 500 <= args.tokens <= 6000:
+        raise KvtideError(f"--tokens {args.tokens}: give 500 to 6000")
     for path in (args.json, args.plot):
         _check_writable(path)
     screen = Screen()
@@ -44,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from kvtide.demo.scenes import Demo, title
 
     with _folder(args.folder) as folder:
-        demo = Demo(folder, model_folder, model, tokenizer, screen)
+        demo = Demo(folder, model_folder, model, tokenizer, screen, args.tokens)
         screen.say(f"\n{title(demo.about)} ({demo.about['document']})\n")
         demo.run()
     screen.say()

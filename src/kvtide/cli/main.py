@@ -40,6 +40,7 @@ VERBS: dict[str, Verb] = {
     "bench": Verb("kvtide.cli.bench", "measure kvtide on this machine, and hold it to its bars"),
     "demo": Verb("kvtide.cli.demo", "see blocks saved, found and fetched"),
     "serve": Verb("kvtide.cli.serve", "run the node service: one cache for all engines of this machine"),
+    "engine": Verb("kvtide.cli.engine", "run a model behind OpenAI's API, with kvtide as its cache"),
     "doctor": Verb("kvtide.cli.doctor", "check this machine for what would slow kvtide down or stop it"),
     "status": Verb("kvtide.cli.status", "see what the service does at this moment"),
     "tier": Verb("kvtide.cli.tier", "take a tier out of use and back, or wait until it is written"),

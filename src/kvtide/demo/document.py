@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 TITLE = "Python's reference on format strings"
-TOKENS = 6000
+TOKENS = 6000  # by default: much of a small model's context, and a minute of computing on two cores
 
 QUESTIONS = (
     "What does the '%' presentation type do?",
@@ -23,8 +23,8 @@ CHAT = (
 )
 
 
-def document(tokenizer: Any) -> str:
-    """About 6,000 tokens, cut at the end of a paragraph."""
+def document(tokenizer: Any, tokens_max: int = TOKENS) -> str:
+    """About so many tokens, cut at the end of a paragraph."""
     from pydoc_data.topics import topics
 
     text = str(topics["formatstrings"])
@@ -32,7 +32,7 @@ def document(tokenizer: Any) -> str:
     count = 0
     for paragraph in text.split("\n\n"):
         count += len(tokenizer(paragraph + "\n\n")["input_ids"])
-        if count > TOKENS:
+        if count > tokens_max:
             break
         paragraphs.append(paragraph)
     return "\n\n".join(paragraphs)

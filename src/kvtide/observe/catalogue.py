@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every series that the service exports: name, kind, meaning, labels. What does not stand here is not exported.
+"""Every series that kvtide exports: name, kind, meaning, labels. What does not stand here is not exported.
+
+`CATALOGUE` is what the node service exports, `ENGINE_CATALOGUE` what `kvtide engine` does.
 
 Labels come from closed sets, so the number of series has a bound. docs/metrics.md is made from this file.
 """
@@ -41,6 +43,8 @@ OPS: Values = (
 )
 ROLES: Values = ("engine", "operator", "reader")
 OUTCOMES: Values = tuple(outcome.value for outcome in Outcome)
+FINISHES: Values = ("stop", "length", "abort", "error")
+STATUSES: Values = ("400", "401", "404", "405", "408", "413", "415", "421", "429", "500", "503")
 # Known only when the service has started: one value each for the version, and for each tenant in the settings.
 FROM_SETTINGS: Values = ()
 
@@ -58,6 +62,9 @@ class Series:
 
 # From a tenth of a millisecond, where a request in DRAM should be, to where an operator should look.
 _REQUEST_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0)
+# From a short prompt of which all is in the cache, to a long one that a CPU computes.
+_FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+_TOKEN_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _TIER = {"tier": TIERS}
 _LOWER = {"tier": LOWER_TIERS}
 _TARGET = {"target": LOWER_TIERS}
@@ -140,6 +147,46 @@ CATALOGUE: dict[str, Series] = {
     )
 }
 
+ENGINE_CATALOGUE: dict[str, Series] = {
+    series.name: series
+    for series in (
+        Series(
+            "kvtide_engine_info",
+            "gauge",
+            "1, with what runs.",
+            {"version": FROM_SETTINGS, "model": FROM_SETTINGS, "dtype": FROM_SETTINGS},
+        ),
+        Series("kvtide_engine_start_time_seconds", "gauge", "When the server started, in seconds since 1970."),
+        Series(
+            "kvtide_engine_requests_total",
+            "counter",
+            "Answers that ended: at a stop, at their length, because the client left, with an error.",
+            {"finish": FINISHES},
+        ),
+        Series("kvtide_engine_refused_total", "counter", "Calls that were refused.", {"status": STATUSES}),
+        Series("kvtide_engine_running", "gauge", "Requests that take turns in the model."),
+        Series("kvtide_engine_waiting", "gauge", "Requests before those."),
+        Series("kvtide_engine_prompt_tokens_total", "counter", "Tokens of prompts, reused and computed."),
+        Series("kvtide_engine_computed_tokens_total", "counter", "Tokens of prompts that the model computed."),
+        Series("kvtide_engine_reused_tokens_total", "counter", "Tokens of prompts that came from the cache.", _TIER),
+        Series("kvtide_engine_generated_tokens_total", "counter", "Tokens of answers."),
+        Series("kvtide_engine_saved_blocks_total", "counter", "Blocks that the engine saved, or found there."),
+        Series("kvtide_engine_dropped_blocks_total", "counter", "Blocks that the cache did not take."),
+        Series(
+            "kvtide_engine_first_token_seconds",
+            "histogram",
+            "Time from taking up a request to its first token.",
+            buckets=_FIRST_TOKEN_BUCKETS,
+        ),
+        Series(
+            "kvtide_engine_token_gap_seconds",
+            "histogram",
+            "Time from one token of an answer to the next.",
+            buckets=_TOKEN_GAP_BUCKETS,
+        ),
+    )
+}
+
 _INTRO = """\
 # Metrics
 
@@ -151,8 +198,18 @@ Series are there once they have something to say.
 
 Made from `kvtide.observe.catalogue`; change it there.
 
+"""
+
+_TABLE = """\
 | Series | Kind | Labels | Meaning |
 |---|---|---|---|
+"""
+
+_ENGINE = """
+## The engine's
+
+What `GET /metrics` of `kvtide engine` exports.
+
 """
 
 _EXAMPLES = """
@@ -170,19 +227,26 @@ sum by (reason) (rate(kvtide_spill_dropped_blocks_total[5m]))
 
 # seconds of GPU time saved, for each second, by tenant
 rate(kvtide_tenant_compute_seconds_saved_total[1h])
+
+# share of an engine's prompt tokens that it did not have to compute
+sum without (tier) (rate(kvtide_engine_reused_tokens_total[5m])) / rate(kvtide_engine_prompt_tokens_total[5m])
 ```
 """
 
 
 def reference() -> str:
     """docs/metrics.md."""
+    kinds = fill(", ".join(f"`{kind}`" for kind in KINDS), 120)
+    return _INTRO % kinds + _table(CATALOGUE) + _ENGINE + _table(ENGINE_CATALOGUE) + _EXAMPLES
+
+
+def _table(catalogue: Mapping[str, Series]) -> str:
     rows = [
         f"| `{each.name}` | {each.kind} | {'; '.join(_label(*label) for label in each.labels.items()) or 'none'} "
         f"| {each.help} |\n"
-        for each in CATALOGUE.values()
+        for each in catalogue.values()
     ]
-    kinds = fill(", ".join(f"`{kind}`" for kind in KINDS), 120)
-    return _INTRO % kinds + "".join(rows) + _EXAMPLES
+    return _TABLE + "".join(rows)
 
 
 def _label(name: str, values: Values) -> str:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -34,22 +34,24 @@ class Sample:
 
 
 class _Scrape(Collector):
-    def __init__(self, take: Callable[[], Iterable[Sample]]) -> None:
+    def __init__(self, take: Callable[[], Iterable[Sample]], catalogue: Mapping[str, Series]) -> None:
         self._take = take
+        self._catalogue = catalogue
 
     def collect(self) -> Iterator[Metric]:
         by_series: dict[str, list[Sample]] = {}
         for sample in self._take():
             by_series.setdefault(sample.series, []).append(sample)
-        assert by_series.keys() <= CATALOGUE.keys(), f"not in the catalogue: {by_series.keys() - CATALOGUE.keys()}"
-        for series in CATALOGUE.values():
+        unknown = by_series.keys() - self._catalogue.keys()
+        assert not unknown, f"not in the catalogue: {unknown}"
+        for series in self._catalogue.values():
             yield _family(series, by_series.get(series.name, []))
 
 
-def expose(take: Callable[[], Iterable[Sample]]) -> bytes:
+def expose(take: Callable[[], Iterable[Sample]], catalogue: Mapping[str, Series] = CATALOGUE) -> bytes:
     """All samples of this moment as text."""
     registry = CollectorRegistry()
-    registry.register(_Scrape(take))
+    registry.register(_Scrape(take, catalogue))
     return generate_latest(registry)
 
 

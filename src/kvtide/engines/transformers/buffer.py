@@ -87,6 +87,10 @@ class KvBuffer:
         for layer in self.cache.layers:
             layer.set_length(tokens)
 
+    def touch(self) -> None:
+        """Write to all of it once: the first write to a page costs ten times a copy to it."""
+        self._tensor.zero_()
+
     def fill(self, block: int, payload: Memory) -> None:
         """Copy a block in, at its place in the prompt. `length` is the caller's."""
         source = self._pages(payload)
@@ -122,6 +126,11 @@ class KvBuffer:
         return piece.view(*piece.shape[:3], layout.pages, layout.page_tokens, -1)
 
 
+def _capacity(tokens: int) -> int:
+    """Few sizes, so that the next request finds a buffer that fits."""
+    return max(256, 1 << (tokens - 1).bit_length())
+
+
 class Buffers:
     """Buffers to use again, within a bound of bytes. Any thread."""
 
@@ -141,13 +150,17 @@ class Buffers:
                 buffer.length = 0
                 buffer.holders = 1
                 return buffer
-        # Few sizes, so that the next request finds one that fits.
-        tokens_max = 256
-        while tokens_max < tokens:
-            tokens_max *= 2
-        buffer = KvBuffer(self._shape, self._layout, tokens_max, self._config)
+        buffer = KvBuffer(self._shape, self._layout, _capacity(tokens), self._config)
         buffer.holders = 1
         return buffer
+
+    def prepare(self, tokens: int) -> None:
+        """Have one ready for so many tokens, or for as many as may be kept, with memory that was touched."""
+        while tokens > 1 and _capacity(tokens) * self._shape.token_bytes > self._free_bytes_max:
+            tokens //= 2
+        buffer = self.take(tokens)
+        buffer.touch()
+        self.release(buffer)
 
     def hold(self, buffer: KvBuffer) -> None:
         with self._lock:

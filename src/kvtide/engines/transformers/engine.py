@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from kvtide.cache import Cache
+from kvtide.deadline import Deadline
 from kvtide.engines.transformers.buffer import Buffers, KvBuffer
 from kvtide.engines.transformers.generation import Finish, Generation, Sampling
 from kvtide.engines.transformers.lookup import Lookup
@@ -31,12 +32,16 @@ from kvtide.engines.transformers.saver import Blocks, Saver
 from kvtide.engines.transformers.shape import KvShape, context_tokens
 from kvtide.errors import Busy, Closed, ConfigError, Rejected, TooLarge
 from kvtide.keys import NO_PARENT, Key, chain
+from kvtide.observe.fault_log import FaultLog
 
 log = logging.getLogger(__name__)
+faults = FaultLog(log)
 
 _DRAIN_S = 5.0  # for blocks that wait to be saved, at the end
+_LOOK_S = 0.005  # when everybody waits for blocks: somebody new may come
 _FETCH_S_MIN, _FETCH_S_UNKNOWN, _FETCH_S_MAX = 0.25, 2.0, 10.0
 _LOOK_S = 0.005  # how long a new request may wait while all others wait for the cache
+_PREPARED_TOKENS_MAX = 8192  # a sequence of so many has its memory ready from the start
 _SPEED_TOKENS_MIN = 64  # a shorter pass says little of how long many tokens take
 
 
@@ -56,6 +61,13 @@ class EngineSettings:
         for name in ("chunk_tokens", "running_max", "waiting_max", "save_blocks_max"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine: {name} is {getattr(self, name)}: give 1 or more", field=name)
+        if self.context_tokens is not None and self.context_tokens < 2:
+            why = "give 2 or more, for a prompt and its answer"
+            raise ConfigError(f"engine: context_tokens is {self.context_tokens}: {why}", field="context_tokens")
+        if self.buffer_bytes_max < 0:
+            raise ConfigError(
+                f"engine: buffer_bytes_max is {self.buffer_bytes_max}: give 0 or more", field="buffer_bytes_max"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +130,7 @@ class Engine:
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._pass_options = {"logits_to_keep": 1} if keeps else {}
         self._buffers = Buffers(self.shape, self.layout, model.config, self._settings.buffer_bytes_max)
+        self._buffers.prepare(min(self.context_tokens, _PREPARED_TOKENS_MAX))
         self._saver = (
             None if cache is None else Saver(cache, self.layout, self._buffers, self._settings.save_blocks_max)
         )
@@ -215,22 +228,34 @@ class Engine:
     # The engine's thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while self._admit():
-                has_progressed = False
-                for sequence in list(self._running):
-                    has_progressed |= self._turn(sequence)
-                self._leaving = [lookup for lookup in self._leaving if not _let_go(lookup)]
-                if not has_progressed:  # everybody waits for blocks; somebody new may come
-                    for lookup in [*(sequence.lookup for sequence in self._running), *self._leaving][:1]:
-                        lookup.wait(_LOOK_S)
+        finish, why = Finish.ABORT, "the engine was closed"
+        try:
+            with torch.inference_mode():
+                while self._admit():
+                    self._round()
+        except BaseException as error:  # no request is to blame, and all of them wait for this thread
+            log.exception("engine.failed")
+            finish, why = Finish.ERROR, f"the engine failed: {type(error).__name__}: {error}"
+        with self._changed:
+            self._is_closed = True
         for sequence in list(self._running):
-            self._end(sequence, Finish.ABORT, "the engine was closed")
-        for generation in self._waiting:
-            self._ended(generation, Finish.ABORT, "the engine was closed")
+            self._end(sequence, finish, why)
+        while self._waiting:
+            self._ended(self._waiting.popleft(), finish, why)
+        deadline = Deadline.after(_DRAIN_S)
         for lookup in self._leaving:
-            while not _let_go(lookup):
+            while not _let_go(lookup) and not deadline.has_passed:
                 lookup.wait(0.1)
+
+    def _round(self) -> None:
+        """A turn for everybody."""
+        has_progressed = False
+        for sequence in list(self._running):
+            has_progressed |= self._turn(sequence)
+        self._leaving = [lookup for lookup in self._leaving if not _let_go(lookup)]
+        looking = [*(sequence.lookup for sequence in self._running), *self._leaving]
+        if not has_progressed and looking:
+            looking[0].wait(_LOOK_S)
 
     def _admit(self) -> bool:
         """Let requests in, wait while there are none. False when the engine is closed."""
@@ -239,29 +264,30 @@ class Engine:
                 self._changed.wait()
             if self._is_closed:
                 return False
-            entering: list[Generation] = []
-            while self._waiting and len(self._running) + len(entering) < self._settings.running_max:
-                entering.append(self._waiting.popleft())
+            leaving = [generation for generation in self._waiting if generation.is_aborted]
+            for generation in leaving:
+                self._waiting.remove(generation)
+            room = self._settings.running_max - len(self._running)
+            entering = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        for generation in leaving:
+            self._ended(generation, Finish.ABORT)
         for generation in entering:
-            if generation.is_aborted:
-                self._ended(generation, Finish.ABORT)
-            else:
+            try:
                 self._running.append(self._begin(generation))
+            except Exception as error:  # there is no memory for it, say
+                log.exception("engine.request_failed")
+                self._ended(generation, Finish.ERROR, f"{type(error).__name__}: {error}")
         return True
 
     def _begin(self, generation: Generation) -> _Sequence:
         prompt = list(generation.prompt)
         tokens_max = min(generation.sampling.max_tokens, self.context_tokens - len(prompt))
-        self._prompt_tokens += len(prompt)
+        sampler = Sampler(generation.sampling, self.shape.device)
+        buffer = self._buffers.take(len(prompt) + tokens_max)
+        # Last: whatever failed before it leaves nothing under way.
         lookup = Lookup(self._cache, self._digest, generation.scope, prompt, self.layout, self._recompute_s)
-        return _Sequence(
-            generation,
-            self._buffers.take(len(prompt) + tokens_max),
-            lookup,
-            Sampler(generation.sampling, self.shape.device),
-            tokens_max,
-            prompt,
-        )
+        self._prompt_tokens += len(prompt)
+        return _Sequence(generation, buffer, lookup, sampler, tokens_max, prompt)
 
     def _recompute_s(self, tokens: int) -> float:
         if not self._token_s:
@@ -328,10 +354,13 @@ class Engine:
                 self._cache.report_prefill(self._digest, computed, sequence.prefill_s)
             except Closed:
                 log.debug("engine.report_after_close")
+            except Exception as error:  # never the request's fault
+                faults.warn("engine.report_failed", kind=type(error).__name__, error=error)
 
     def _answer(self, sequence: _Sequence, token: int) -> None:
         generation = sequence.generation
-        if token in self._end_tokens or token in generation.sampling.stop_tokens:
+        sampling = generation.sampling
+        if token in sampling.stop_tokens or (token in self._end_tokens and not sampling.ignores_end):
             self._ended(generation, Finish.STOP)
             return
         self._generated_tokens += 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvtide.errors import Rejected
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class Sampling:
     top_k: int = 0  # 0: all
     seed: int | None = None
     stop_tokens: frozenset[int] = frozenset()  # one of them ends the answer and is no part of it
+    ignores_end: bool = False  # the model's own end token does not end the answer: for benchmarks
 
     def check(self) -> None:
         """Raise Rejected for what cannot be meant."""
@@ -109,12 +113,20 @@ class Generation:
     def end(self, finish: Finish, error: str = "") -> None:
         assert self.finish is None
         self.ended_at_s = time.monotonic()
-        self.error = error
+        self.error = error or self.error
         self.finish = finish
         self._ended.set()
         self._news.put(None)
         self._tell()
 
     def _tell(self) -> None:
-        if self._on_change is not None:
+        """A listener that fails is not asked again, and its request is aborted: nobody hears the rest."""
+        if self._on_change is None:
+            return
+        try:
             self._on_change(self)
+        except Exception as error:
+            log.exception("engine.listener_failed")
+            self._on_change = None
+            self.is_aborted = True
+            self.error = self.error or f"the listener failed: {type(error).__name__}: {error}"
