@@ -721,6 +721,32 @@ def test_a_goodbye_also_gives_back_what_lost_connections_held(node: ServedNode) 
         eventually(lambda: watching.leases == 0, "both are back")
 
 
+def test_after_a_goodbye_it_is_no_error_to_give_back_what_a_lost_connection_held(node: ServedNode) -> None:
+    with node.connect() as client:
+        user = user_of(client)
+        user.save()
+        fetched, reservation = user.fetch(), user.reserved(chain_keys("late", 3))
+        node.kill()
+        eventually(lambda: client.poll() is not None and not client.is_connected, "the client has seen it")
+        client.close()
+        for _ in range(2):
+            client.release(fetched)
+            client.abort(reservation)
+    node.start()
+
+
+def test_tiers_have_the_names_of_the_last_service_that_was_there(node: ServedNode) -> None:
+    with node.connect() as client:
+        assert client.tier_names == ("dram", "disk")
+        node.kill()
+        eventually(lambda: client.poll() is not None and not client.is_connected, "the client has seen it")
+        assert client.tier_names == ("dram", "disk")
+        with node.connect(must_answer=False) as early:
+            assert early.tier_names == ()
+            node.start()
+            eventually(lambda: early.tier_names == ("dram", "disk"), "the service is there")
+
+
 def test_a_process_cannot_return_what_another_one_holds(node: ServedNode) -> None:
     with node.connect() as witness:
         user = user_of(witness)

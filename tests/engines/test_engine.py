@@ -286,8 +286,8 @@ def test_the_same_request_at_once_is_answered_alike(engine_of: EngineOf, store: 
     assert [ended(each) for each in generations] == [Finish.LENGTH] * 8
     assert {tuple(each.tokens) for each in generations} == {tuple(greedy(tiny_model(), prompt, 20, 16))}
     assert_all_is_back(engine, store, buffers)
-    stats = engine.stats()
-    assert (stats.saved_blocks, stats.dropped_blocks) == (8 * 7, 0)
+    reused = sum(each.reused.tokens // BLOCK for each in generations)  # by those that came late
+    assert (engine.stats().saved_blocks, engine.stats().dropped_blocks) == (8 * 7 - reused, 0)
 
 
 def test_a_long_prompt_does_not_silence_a_short_answer(engine_of: EngineOf) -> None:
@@ -350,6 +350,7 @@ def test_a_request_that_waits_is_aborted_though_nobody_makes_room(
 ) -> None:
     model, engine = tiny_model(), engine_of(store, running_max=1, waiting_max=1)
     is_first_over: list[bool] = []
+    taken = len(buffers)
     with pass_gate(model) as gate:
         first = engine.submit(prompt_of("a", 100), Sampling(max_tokens=50))
         gate.wait_reached()
@@ -357,7 +358,7 @@ def test_a_request_that_waits_is_aborted_though_nobody_makes_room(
         second.abort()
     assert ended(second) is Finish.ABORT
     assert is_first_over == [False]
-    assert (second.tokens, second.passes, len(buffers)) == ([], [], 1)
+    assert (second.tokens, second.passes, len(buffers)) == ([], [], taken + 1)
     third = engine.submit([1, 2, 3], Sampling(max_tokens=1))
     assert [ended(first), ended(third)] == [Finish.LENGTH] * 2
     assert_all_is_back(engine, store, buffers)
@@ -372,9 +373,10 @@ def test_a_request_is_aborted_while_its_blocks_are_looked_for(
     prompt = prompt_of("a", 100)
     engine.generate(prompt, Sampling(max_tokens=2))
     assert engine.wait_saved(PATIENCE_S)
+    calls = cache.calls[call]
     cache.withhold(call)
     generation = engine.submit(prompt)
-    eventually(lambda: cache.calls[call] == 2, "it looks for its blocks")
+    eventually(lambda: cache.calls[call] > calls, "it looks for its blocks")
     generation.abort()
     assert ended(generation) is Finish.ABORT
     assert not generation.passes

@@ -29,11 +29,11 @@ from tiny import (
     assert_same,
     make_model,
     prompt_of,
+    round_trip,
     tiny_model,
 )
 from transformers import DynamicCache
 
-from kvtide.cache import Cache
 from kvtide.config import DiskSettings, DramSettings, Settings
 from kvtide.engines.transformers import Engine, EngineSettings, Reuse, Sampling
 from kvtide.model_identity import model_identity
@@ -147,24 +147,9 @@ def test_models_of_any_kind_answer_as_by_transformers_alone(
 # Through every tier -------------------------------------------------------------------------------------------
 
 
-def round_trip(engine_of: Callable[..., Engine], dtype: str, opened: Iterator[Cache], tiers: list[str]) -> None:
-    """One engine for each cache that `opened` gives: the first saves, the others find it in their tiers."""
-    model = tiny_model("llama", DTYPES[dtype])
-    prompt = prompt_of("a", 150)
-    first = ask(engine_of(next(opened), model, chunk_tokens=40), model, prompt, 12)
-    longer = [*prompt, *first.generation.tokens, 1, 2, 3]
-    past = assert_same(model, first)
-    for tier in tiers:
-        engine = engine_of(next(opened), model, chunk_tokens=512)
-        again = ask(engine, model, longer, 12)
-        assert again.generation.reused == Reuse(160, {tier: 160})
-        past = assert_same(model, again, past)
-        assert engine.stats().reused_tokens_by_tier == {tier: 160}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_through_dram(engine_of: Callable[..., Engine], store: Store, dtype: str) -> None:
-    round_trip(engine_of, dtype, itertools.repeat(store), ["dram", "dram"])
+    round_trip(engine_of, tiny_model("llama", DTYPES[dtype]), itertools.repeat(store), ["dram", "dram"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,7 +161,7 @@ def test_through_a_disk_that_was_opened_again(engine_of: Callable[..., Engine], 
             with open_store(Settings(dram=DramSettings(bytes_max=8 << 20, huge_pages=False), disk=disk)) as store:
                 yield store
 
-    round_trip(engine_of, dtype, stores(), ["disk", "disk"])
+    round_trip(engine_of, tiny_model("llama", DTYPES[dtype]), stores(), ["disk", "disk"])
 
 
 # Whose blocks -------------------------------------------------------------------------------------------------

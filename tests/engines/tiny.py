@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from kvtide.cache import Cache
 from kvtide.engines.transformers.engine import Engine
-from kvtide.engines.transformers.generation import Finish, Generation, Sampling
+from kvtide.engines.transformers.generation import Finish, Generation, Reuse, Sampling
 from kvtide.testing.faults import Gate
 
 VOCABULARY = 512
@@ -119,7 +120,10 @@ def cropped(cache: DynamicCache, tokens: int) -> DynamicCache:
 
 
 def greedy(model: Any, prompt: Sequence[int], max_tokens: int, chunk_tokens: int = 512) -> list[int]:
-    """An answer without any cache of ours, the prompt in pieces of `chunk_tokens`."""
+    """An answer without any cache of ours, the prompt in pieces of `chunk_tokens`.
+
+    Fails where two tokens are so close that other pieces, and so another rounding, could have changed the answer.
+    """
     cache = DynamicCache(config=model.config)
     tokens, answer = list(prompt), []
     with torch.inference_mode():
@@ -129,6 +133,8 @@ def greedy(model: Any, prompt: Sequence[int], max_tokens: int, chunk_tokens: int
             ids = torch.tensor([tokens[start:end]])
             logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
             if end == len(tokens):
+                best, second = logits.topk(2).values.tolist()
+                assert best - second > 3e-4, "choose another prompt"
                 answer.append(int(logits.argmax()))
                 tokens.append(answer[-1])
     return answer
@@ -211,6 +217,20 @@ def assert_same(model: Any, asked: Asked, past: DynamicCache | None = None) -> D
     answers = [each for each, (_, end) in zip(logits, generation.passes, strict=True) if end >= len(generation.prompt)]
     assert generation.tokens == [int(each.argmax()) for each in answers]
     return cache
+
+
+def round_trip(engine_of: Callable[..., Engine], model: Any, opened: Iterator[Cache], tiers: Sequence[str]) -> None:
+    """One engine for each cache that `opened` gives: the first saves, the others find it in their tiers."""
+    prompt = prompt_of("a", 150)
+    first = ask(engine_of(next(opened), model, chunk_tokens=40), model, prompt, 12)
+    longer = [*prompt, *first.generation.tokens, 1, 2, 3]
+    past = assert_same(model, first)
+    for tier in tiers:
+        engine = engine_of(next(opened), model, chunk_tokens=512)
+        again = ask(engine, model, longer, 12)
+        assert again.generation.reused == Reuse(160, {tier: 160})
+        past = assert_same(model, again, past)
+        assert engine.stats().reused_tokens_by_tier == {tier: 160}
 
 
 # What the engine's model does when told to ---------------------------------------------------------------------

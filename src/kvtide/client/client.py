@@ -666,6 +666,7 @@ class Client:
             if connection is not None:
                 connection.close(is_goodbye=True)
             self._is_closed.set()
+            self._former.clear()  # what they held is nobody's concern any more: giving it back is no error
             asked, self._asked = self._asked, {}
             for each in asked.values():
                 self._complete(each.ticket, each.miss(Outcome.ERROR))

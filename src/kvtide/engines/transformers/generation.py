@@ -121,12 +121,14 @@ class Generation:
 
     def _tell(self) -> None:
         """A listener that fails is not asked again, and its request is aborted: nobody hears the rest."""
-        if self._on_change is None:
+        listener, self._on_change = self._on_change, None
+        if listener is None:
             return
         try:
-            self._on_change(self)
+            listener(self)
         except Exception as error:
             log.exception("engine.listener_failed")
-            self._on_change = None
             self.is_aborted = True
             self.error = self.error or f"the listener failed: {type(error).__name__}: {error}"
+        else:
+            self._on_change = listener

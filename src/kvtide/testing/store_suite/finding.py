@@ -58,6 +58,21 @@ class FindingFacts(CacheFacts):
         assert match.blocks == 6
         assert match.tiers[0][:6].tolist() == [1] * 6
 
+    def test_every_tier_has_a_name_of_its_own_and_dram_comes_first(self, cache: ClearableCache) -> None:
+        names = cache.tier_names
+        assert names[0] == "dram"
+        assert len({*names}) == len(names)
+        assert (len(names) > 1) == self.has_lower_tier
+        assert cache.tier_names == names
+
+    def test_a_match_tells_tiers_by_the_numbers_of_their_names(self, user: User) -> None:
+        user.save()
+        names = user.cache.tier_names
+        assert [names[number] for number in user.matched().tiers[0].tolist()] == ["dram"] * 6
+        self.cool(user)
+        user.cache.release(user.fetch(KEYS[:2]))
+        assert [names[number] for number in user.matched().tiers[0].tolist()] == ["dram"] * 2 + [names[1]] * 4
+
     def test_a_match_is_of_the_keys_as_they_were_when_it_was_asked_for(self, user: User) -> None:
         user.save()
         keys = KEYS[:3]

@@ -116,13 +116,14 @@ class LivingFacts(CacheFacts):
         user.save()
         plan, reservation = user.plan(), user.reserved(chain_keys("late", 2))
         cache.close()
-        calls: list[Callable[[], Ticket[Any]]] = [
+        calls: list[Callable[[], object]] = [
             lambda: cache.match([user.here], KEYS),
             lambda: cache.match_and_lease([user.here], KEYS),
             lambda: cache.fetch(plan),
             lambda: cache.pin(plan, ttl_s=1.0),
             lambda: cache.prefetch(plan),
             lambda: cache.reserve(user.here, chain_keys("later", 2), LAYOUT),
+            lambda: cache.report_prefill(namespace, 1000, 1.0),
         ]
         if self.is_closed_an_error:
             for call in calls:
@@ -136,6 +137,7 @@ class LivingFacts(CacheFacts):
         assert user.done(cache.prefetch(plan)) == 0
         assert user.reserved(chain_keys("later", 2)).outcomes == [REJECTED] * 2
         user.done(cache.publish(reservation))
+        cache.report_prefill(namespace, 1000, 1.0)
 
     def test_what_is_given_back_after_the_end_is_no_error(self, tmp_path: Path, namespace: Digest) -> None:
         cache = self.make_cache(tmp_path / "another")
@@ -148,6 +150,7 @@ class LivingFacts(CacheFacts):
             cache.abort(reservation)
         assert cache.poll() is not None
         assert cache.wait(Ticket.done(1))
+        assert cache.tier_names[0] == "dram", "what was found before the end can still be told"
 
     def test_what_was_leased_is_readable_until_it_is_dropped_even_after_the_end(
         self, tmp_path: Path, namespace: Digest

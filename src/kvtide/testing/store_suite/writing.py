@@ -215,6 +215,23 @@ class WritingFacts(CacheFacts):
         user.cache.abort(reservation)
         user.assert_right(user.fetch())
 
+    # Reporting ----------------------------------------------------------------------------------------------
+
+    def test_a_report_of_what_computing_took_changes_nothing(self, user: User) -> None:
+        user.save()
+        fetched, reservation = user.fetch(), user.reserved(chain_keys("more", 2))
+        for tokens, seconds in ((0, 0.0), (1, 0.001), (1 << 40, 1e9)):
+            user.cache.report_prefill(user.scope.namespace, tokens, seconds)
+        user.assert_right(fetched)
+        assert user.leases == 2
+        assert user.matched().blocks == 6
+        assert user.done(user.cache.publish(reservation)) == [HIT] * 2
+
+    def test_a_report_of_a_namespace_that_nobody_knows_is_no_error(self, user: User) -> None:
+        user.cache.report_prefill(type(user.scope.namespace)(bytes(KEY_BYTES)), 1000, 1.0)
+        user.save()
+        user.assert_right(user.fetch())
+
     # Clearing -----------------------------------------------------------------------------------------------
 
     def test_a_namespace_is_cleared_and_others_stay(self, user: User) -> None:
