@@ -53,11 +53,11 @@ def store() -> Iterator[Store]:
 @pytest.fixture
 def engine_of(one_torch_thread: None) -> Iterator[Callable[..., Engine]]:
     """Makes engines in front of a cache, with blocks of one page; closes them."""
-    from tiny import BLOCK, tiny_model
+    from tiny import BLOCK, poisoned_buffers, tiny_model
 
     from kvtide.engines.transformers import Engine, EngineSettings
 
-    with ExitStack() as stack:
+    with poisoned_buffers(), ExitStack() as stack:
 
         def make(cache: Cache | None = None, model: Any = None, *, identity: str = "tiny", **settings: Any) -> Engine:
             settings = {"block_tokens": BLOCK} | settings

@@ -74,7 +74,7 @@ class FaultyCache:
 
     def plan(self, match: Match, **pages: int) -> Plan:
         self._fail("plan")
-        return self.cache.plan(match, **pages)
+        return Plan(match, 0, 0, 0) if self.faults.get("plan") else self.cache.plan(match, **pages)
 
     def fetch(self, plan: Plan, shelf: Shelf | None = None, *, deadline_s: float | None = None) -> Ticket[Fetched]:
         return self._call(

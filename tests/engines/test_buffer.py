@@ -225,6 +225,15 @@ def test_what_is_kept_for_later_has_a_bound() -> None:
     assert none.take(1) is not first
 
 
+@pytest.mark.parametrize(
+    ("tokens", "room_tokens", "tokens_max"), [(1000, 4096, 1024), (4096, 1024, 1024), (4096, 0, 0)]
+)
+def test_one_is_ready_from_the_start_within_the_bound(tokens: int, room_tokens: int, tokens_max: int) -> None:
+    some = buffers(free_bytes_max=room_tokens * SHAPE.token_bytes)
+    some.prepare(tokens)
+    assert some.take(1).tokens_max == max(tokens_max, 256)
+
+
 def test_to_let_go_of_what_one_does_not_hold_is_a_mistake() -> None:
     some = buffers()
     first = some.take(1)

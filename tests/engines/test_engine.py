@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +31,7 @@ from tiny import (
 from kvtide.engines.transformers import Engine, EngineSettings, Finish, Generation, Reuse, Sampling
 from kvtide.engines.transformers.buffer import Buffers, KvBuffer
 from kvtide.errors import Busy, Closed, ConfigError, Rejected, TooLarge
+from kvtide.keys import chain
 from kvtide.store import Store
 from kvtide.testing.store_suite.tools import eventually
 
@@ -38,8 +39,8 @@ EngineOf = Callable[..., Engine]
 
 
 @pytest.fixture(autouse=True)
-def buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KvBuffer]]:
-    """Every buffer that was taken; at the end nobody holds one."""
+def buffers(monkeypatch: pytest.MonkeyPatch) -> list[KvBuffer]:
+    """Every buffer that was taken."""
     taken: list[KvBuffer] = []
     take = Buffers.take
 
@@ -100,6 +101,34 @@ def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(engine_of: EngineOf, s
         said = [*said, *asked.generation.tokens]
         before = len(said)
         said += prompt_of(turn, 9)
+
+
+def test_a_block_is_saved_as_the_child_of_the_one_before_it(engine_of: EngineOf, store: Store) -> None:
+    """Saved one by one, of prompt and answer: who clears a block clears those that follow, and no others."""
+    engine = engine_of(store, chunk_tokens=BLOCK)
+    prompt = prompt_of("a", 5 * BLOCK)
+    generation = engine.generate(prompt, Sampling(max_tokens=2 * BLOCK + 1))
+    assert engine.wait_saved(PATIENCE_S)
+    scope = store.open_scope(engine.namespace.digest()).result
+    assert scope is not None
+    keys = chain(scope.root, [*prompt, *generation.tokens], BLOCK)
+    assert store.match([scope.shelf()], keys).result.blocks == 7
+    assert store.clear(prefix=keys[6]) == 1
+    assert store.match([scope.shelf()], keys).result.blocks == 6
+    assert store.clear(prefix=keys[2]) == 4
+    assert store.match([scope.shelf()], keys).result.blocks == 2
+
+
+def test_a_lease_is_back_before_the_answer_begins(engine_of: EngineOf, store: Store) -> None:
+    engine = engine_of(store)
+    prompt = prompt_of("a", 100)
+    engine.generate(prompt, Sampling(max_tokens=1))
+    assert engine.wait_saved(PATIENCE_S)
+    leases: list[int] = []
+    generation = engine.submit(prompt, Sampling(max_tokens=3), on_change=lambda _: leases.append(store.stats().leases))
+    assert ended(generation) is Finish.LENGTH
+    assert generation.reused.tokens == 96
+    assert leases[:3] == [0, 0, 0]
 
 
 def test_an_answer_ends_with_the_context(engine_of: EngineOf) -> None:
@@ -533,11 +562,11 @@ def test_closing_ends_every_request_and_saves_what_was_computed(
         closing = threading.Thread(target=engine.close)
         closing.start()
         eventually(lambda: not engine.is_alive, "it is being closed")
-        cache.give()
-    closing.join(PATIENCE_S)
-    assert not closing.is_alive()
     for generation in (looking[0], *running, *waiting):
         assert (ended(generation), generation.error) == (Finish.ABORT, "the engine was closed")
+    cache.give()  # what both looked for is waited for a little, and given back
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
     assert_all_is_back(engine, store, buffers)
     assert engine_of(store).generate(prompt, Sampling(max_tokens=2)).reused.tokens >= 16
     assert store.open_scope(engine.namespace.digest()).result is not None, "the cache is its owner's"

@@ -28,6 +28,7 @@ from tiny import (
     ask,
     assert_same,
     make_model,
+    poisoned_buffers,
     prompt_of,
     round_trip,
     tiny_model,
@@ -80,7 +81,7 @@ def big_store() -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def engines(one_torch_thread: None, big_store: Store) -> Iterator[dict[tuple[str, int], Engine]]:
-    with ExitStack() as stack:
+    with poisoned_buffers(), ExitStack() as stack:
         yield {
             (name, chunk): stack.enter_context(
                 Engine(

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -208,3 +209,25 @@ def test_streams_go_on_whatever_becomes_of_the_service(
         stats = engine.stats()
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.requests_by_finish["length"] == sum(stats.requests_by_finish.values())
+
+
+def test_an_engine_that_may_only_read_finds_what_others_saved(engine_of: EngineOf, tmp_path: Path) -> None:
+    """It maps the arena to read only, and what it would save is refused."""
+    tokens = {role: f"a token of {role}" for role in ("engine", "reader")}
+    clients = "".join(
+        f"    - {{role: {role}, token_sha256: {sha256(token.encode()).hexdigest()}}}\n"
+        for role, token in tokens.items()
+    )
+    config = f"dram: {{bytes_max: 32MiB}}\ntenants:\n  ada:\n    clients:\n{clients}"
+    model, prompt = tiny_model(), prompt_of("a", 100)
+    with (
+        ServedNode(tmp_path / "ada", "--admin-port", "0", "--disk-bytes-max", "64MiB", config=config) as node,
+        node.connect(token=tokens["engine"], control_s=30.0) as writer,
+        node.connect(token=tokens["reader"], control_s=30.0) as reader,
+    ):
+        past = assert_same(model, ask(engine_of(writer), model, prompt))
+        engine = engine_of(reader)
+        asked = ask(engine, model, [*prompt, *prompt_of("more", 50)])
+        assert asked.generation.reused == Reuse(96, {"dram": 96})
+        assert_same(model, asked, past)
+        assert (engine.stats().saved_blocks, engine.stats().dropped_blocks) == (0, 3)

@@ -35,6 +35,24 @@ def with_adapters() -> Any:
     return model
 
 
+def with_other_kv(change: Callable[[Any], None]) -> Any:
+    """A model that puts something else into the last layer of its cache."""
+    model = make_model("LlamaConfig", **_SMALL)
+    forward = model.forward
+
+    def changed(*arguments: Any, **options: Any) -> Any:
+        output = forward(*arguments, **options)
+        change(options["past_key_values"].layers[-1])
+        return output
+
+    model.forward = changed
+    return model
+
+
+def halve(layer: Any) -> None:
+    layer.keys, layer.values = layer.keys[..., :8], layer.values[..., :8]
+
+
 def that_fails() -> Any:
     model = make_model("LlamaConfig", **_SMALL)
 
@@ -78,6 +96,12 @@ REFUSED: dict[str, tuple[str, str, Callable[[], Any]]] = {
         "after it",
         lambda: make_model("BartConfig", vocab_size=VOCABULARY, d_model=64, encoder_layers=1, decoder_layers=2),
     ),
+    "layers without KV of their own": (
+        "llama",
+        "use the KV of others",
+        lambda: with_other_kv(lambda layer: layer.reset()),
+    ),
+    "layers of two shapes": ("llama", "differ in shape", lambda: with_other_kv(halve)),
     "a cache that it cannot use": ("llama", "it failed (no cache, please)", that_fails),
     "tokens that see those after them": (
         "bert",

@@ -11,11 +11,13 @@ from functools import cache
 from typing import Any
 from zlib import crc32
 
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvtide.cache import Cache
+from kvtide.engines.transformers.buffer import Buffers, KvBuffer
 from kvtide.engines.transformers.engine import Engine
 from kvtide.engines.transformers.generation import Finish, Generation, Reuse, Sampling
 from kvtide.testing.faults import Gate
@@ -231,6 +233,26 @@ def round_trip(engine_of: Callable[..., Engine], model: Any, opened: Iterator[Ca
         assert again.generation.reused == Reuse(160, {tier: 160})
         past = assert_same(model, again, past)
         assert engine.stats().reused_tokens_by_tier == {tier: 160}
+
+
+@contextlib.contextmanager
+def poisoned_buffers() -> Iterator[None]:
+    """No request finds in its buffer what the one before it left there, which may well be what it needs."""
+    take = Buffers.take
+
+    def take_poisoned(self: Buffers, tokens: int) -> KvBuffer:
+        buffer = take(self, tokens)
+        buffer.length = buffer.tokens_max
+        with torch.inference_mode():
+            for layer in buffer.cache.layers:
+                layer.keys.fill_(torch.nan)
+                layer.values.fill_(torch.nan)
+        buffer.length = 0
+        return buffer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Buffers, "take", take_poisoned)
+        yield
 
 
 # What the engine's model does when told to ---------------------------------------------------------------------

@@ -87,9 +87,12 @@ def summary(node: Node, admin_url: str | None) -> str:
         lines.append(f"  admin  {admin_url}, with the token in {settings.folder}/admin.token")
     lines += [
         "",
-        "An engine of yours, in Python:",
+        "A model of transformers behind an OpenAI-compatible server:",
+        f"  kvtide engine --model smollm2 --cache unix:{settings.node.socket}",
+        "In your own process:",
         "  from kvtide.client import connect",
-        f'  cache = connect("unix:{settings.node.socket}")',
+        "  from kvtide.engines.transformers import load",
+        f'  loaded = load(folder, cache=connect("unix:{settings.node.socket}"))',
         "",
     ]
     return "\n".join(lines)

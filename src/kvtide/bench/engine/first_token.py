@@ -30,6 +30,7 @@ from kvtide.testing.node import ServedNode
 _MIB = 1 << 20
 _ONE = Sampling(max_tokens=1)
 _SAVE_S = 60.0
+_RECONNECT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,17 @@ class World:
     def restart(self) -> None:
         """Empty DRAM."""
         self.node.stop()
+        self._wait_connected(False)  # it has noticed
         self.node.start()
-        end_s = time.monotonic() + 30.0
-        while not self.client.is_connected and time.monotonic() < end_s:
+        self._wait_connected(True)
+        self.client.wait_populated()
+
+    def _wait_connected(self, is_connected: bool) -> None:
+        end_s = time.monotonic() + _RECONNECT_S
+        while self.client.is_connected != is_connected:
+            assert time.monotonic() < end_s, "the client did not notice that the service went and came"
             self.client.poll()
             time.sleep(0.01)
-        self.client.wait_populated()
 
 
 @contextmanager
@@ -187,7 +193,7 @@ def make_cases(size: Size | None = None) -> tuple[Case, ...]:
     return (
         Case("warm-dram", SECONDS, partial(_warm, fixed=size, tier="dram"), runs=11),
         Case("warm-disk", SECONDS, partial(_warm, fixed=size, tier="disk"), runs=11),
-        Case("cold", SECONDS, partial(_cold, fixed=size), runs=7, quick_runs=5, warmups=0),
+        Case("cold", SECONDS, partial(_cold, fixed=size), runs=5, quick_runs=5, warmups=0),
         Case("warm-against-cold", SECONDS, partial(_warm_against_cold, fixed=size), runs=5, quick_runs=3, warmups=0),
     )
 
