@@ -156,8 +156,11 @@ def test_the_models_own_end_ends_the_answer(engine_of: EngineOf, is_list: bool) 
     answer = greedy(tiny_model(), prompt, 30)
     stop = answer[7]
     settings = KINDS["llama"][1] | {"eos_token_id": [stop, 511] if is_list else stop}
-    generation = engine_of(None, make_model("LlamaConfig", **settings)).generate(prompt, Sampling(max_tokens=30))
+    engine = engine_of(None, make_model("LlamaConfig", **settings))
+    generation = engine.generate(prompt, Sampling(max_tokens=30))
     assert (generation.finish, generation.tokens) == (Finish.STOP, answer[: answer.index(stop)])
+    going_on = engine.generate(prompt, Sampling(max_tokens=len(answer), ignores_end=True))
+    assert (going_on.finish, going_on.tokens) == (Finish.LENGTH, answer)
 
 
 def test_an_answer_may_end_before_it_begins(engine_of: EngineOf) -> None:

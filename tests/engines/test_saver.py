@@ -33,10 +33,10 @@ CONFIG = LlamaConfig(**KINDS["llama"][1])
 class Desk:
     """A saver, and sequences to save."""
 
-    def __init__(self, cache: Any, store: Store, blocks_max: int = 64) -> None:
+    def __init__(self, cache: Any, store: Store, blocks_max: int = 64, sequences_max: int = 16) -> None:
         self.store = store
         self.buffers = Buffers(SHAPE, LAYOUT, CONFIG, 1 << 30)
-        self.saver = Saver(cache, LAYOUT, self.buffers, blocks_max)
+        self.saver = Saver(cache, LAYOUT, self.buffers, blocks_max, sequences_max)
         scope = store.open_scope(NAMESPACE).result
         assert scope is not None
         self.shelf: Shelf = scope.shelf()
@@ -83,8 +83,8 @@ class Desk:
 def desk_of(store: Store) -> Iterator[Callable[..., Desk]]:
     desks: list[Desk] = []
 
-    def make(cache: Any = None, blocks_max: int = 64, of: Store = store) -> Desk:
-        desks.append(Desk(cache or of, of, blocks_max))
+    def make(cache: Any = None, blocks_max: int = 64, of: Store = store, sequences_max: int = 16) -> Desk:
+        desks.append(Desk(cache or of, of, blocks_max, sequences_max))
         return desks[-1]
 
     yield make
@@ -166,6 +166,24 @@ def test_what_is_beyond_the_bound_is_dropped_and_counted(desk_of: Callable[..., 
     buffer, keys = desk.sequence("long", 5)
     desk.submit(buffer, keys)
     assert desk.counts == (6, 11), "more at once than may ever wait"
+
+
+def test_no_more_sequences_are_held_than_the_bound_though_few_blocks_wait(
+    desk_of: Callable[..., Desk], store: Store
+) -> None:
+    cache = FaultyCache(store)
+    desk = desk_of(cache, sequences_max=2)
+    sequences = [desk.sequence(name, 2) for name in range(4)]
+    with cache.gate("reserve") as gate:
+        desk.submit(*sequences[0])
+        gate.wait_reached()  # it is being saved now; those after it wait
+        for buffer, keys in sequences[1:]:
+            desk.submit(buffer, keys, 0, 1)
+        desk.submit(*sequences[1], 1, 2)
+        assert desk.counts == (0, 1), "one more block of a sequence that waits already takes no more memory"
+        assert [buffer.holders for buffer, _ in sequences] == [2, 3, 2, 1]
+    assert desk.saver.flush(PATIENCE_S)
+    assert desk.counts == (5, 1)
 
 
 @pytest.mark.parametrize("fault", ["nothing", "closed", "error", "late"])

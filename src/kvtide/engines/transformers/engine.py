@@ -131,9 +131,10 @@ class Engine:
         self._pass_options = {"logits_to_keep": 1} if keeps else {}
         self._buffers = Buffers(self.shape, self.layout, model.config, self._settings.buffer_bytes_max)
         self._buffers.prepare(min(self.context_tokens, _PREPARED_TOKENS_MAX))
-        self._saver = (
-            None if cache is None else Saver(cache, self.layout, self._buffers, self._settings.save_blocks_max)
-        )
+        self._saver: Saver | None = None
+        if cache is not None:
+            blocks_max, sequences_max = self._settings.save_blocks_max, 2 * self._settings.running_max
+            self._saver = Saver(cache, self.layout, self._buffers, blocks_max, sequences_max)
         self._token_s = 0.0  # to compute one token of a prompt; 0: not known yet
         self._changed = threading.Condition()
         self._waiting: deque[Generation] = deque()
@@ -252,10 +253,17 @@ class Engine:
         has_progressed = False
         for sequence in list(self._running):
             has_progressed |= self._turn(sequence)
+            self._look()
         self._leaving = [lookup for lookup in self._leaving if not _let_go(lookup)]
         looking = [*(sequence.lookup for sequence in self._running), *self._leaving]
         if not has_progressed and looking:
             looking[0].wait(_LOOK_S)
+
+    def _look(self) -> None:
+        """After each pass: a lookup takes several steps, and a round of long passes takes seconds."""
+        for sequence in self._running:
+            if not sequence.is_loaded:
+                sequence.lookup.poll()
 
     def _admit(self) -> bool:
         """Let requests in, wait while there are none. False when the engine is closed."""
@@ -334,6 +342,8 @@ class Engine:
         output = self._model(ids, past_key_values=sequence.buffer.cache, use_cache=True, **self._pass_options)
         assert sequence.buffer.length == end, "the model did not put its KV into the cache that it was given"
         generation.passes.append((start, end))
+        if self.shape.device.type == "cuda":
+            torch.cuda.synchronize()  # or the time below would be that of the launches
         if start < prompt_tokens:
             self._computed(sequence, end - start, time.monotonic() - began_s, is_last=end == prompt_tokens)
         self._save(sequence)  # first: who hears of the end may ask whether all is saved

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving blocks beside the engine's work: one thread that reserves, copies and publishes.
 
-What waits is bounded; beyond the bound blocks are dropped and counted. The sequence's buffer is held until its
-blocks are copied, so an answer that has ended keeps its memory a moment longer and nothing is copied twice.
+What waits is bounded, in blocks and in sequences; beyond the bound blocks are dropped and counted. The sequence's
+buffer is held until its blocks are copied, so an answer that has ended keeps its memory a moment longer and nothing is
+copied twice.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ class Blocks:
 class Saver:
     """`submit` returns at once, from any thread."""
 
-    def __init__(self, cache: Cache, layout: Layout, buffers: Buffers, blocks_max: int) -> None:
+    def __init__(
+        self, cache: Cache, layout: Layout, buffers: Buffers, blocks_max: int, sequences_max: int = 16
+    ) -> None:
         self.saved = 0  # blocks that are in the cache, by us or by somebody else
         self.dropped = 0  # blocks that are not, for whatever reason
         self._cache = cache
         self._layout = layout
         self._buffers = buffers
         self._blocks_max = blocks_max
+        self._sequences_max = sequences_max
         self._waiting: deque[Blocks] = deque()
         self._queued = 0  # blocks that wait or are being copied
         self._changed = threading.Condition()
@@ -56,13 +60,18 @@ class Saver:
 
     def submit(self, blocks: Blocks) -> None:
         with self._changed:
-            if self._is_closed or self._queued + len(blocks.keys) > self._blocks_max:
+            if self._is_closed or self._is_too_much(blocks):
                 self.dropped += len(blocks.keys)
                 return
             self._buffers.hold(blocks.buffer)
             self._queued += len(blocks.keys)
             self._waiting.append(blocks)
             self._changed.notify_all()
+
+    def _is_too_much(self, blocks: Blocks) -> bool:
+        """Each buffer is the memory of a whole sequence, however few of its blocks wait."""
+        held = {id(waiting.buffer) for waiting in self._waiting} | {id(blocks.buffer)}
+        return self._queued + len(blocks.keys) > self._blocks_max or len(held) > self._sequences_max
 
     def flush(self, timeout_s: float) -> bool:
         """Block until everything submitted so far is saved or dropped."""
