@@ -189,7 +189,8 @@ def test_garbage_of_one_side_is_collected_before_the_other_is_timed(tmp_path: Pa
         node.itself = node
 
     def count() -> None:
-        alive.append(any(isinstance(thing, Node) for thing in gc.get_objects()))
+        # By type, which asks the objects nothing: there are libraries whose objects answer with warnings.
+        alive.append(any(type(thing) is Node for thing in gc.get_objects()))
         assert gc.isenabled()
 
     trial = Trial(subject=count, baseline=litter)

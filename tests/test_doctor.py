@@ -63,6 +63,7 @@ def test_engines_are_told_from_their_metadata_and_not_imported(monkeypatch: pyte
         return installed[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # another test's
     assert doctor.check_engines() == Finding("engines", "ok", "vllm 0.11.0, torch 2.9.0")
     assert not {"vllm", "torch"} & set(sys.modules)
     installed.clear()

@@ -194,7 +194,7 @@ def make_cases(size: Size | None = None) -> tuple[Case, ...]:
         Case("warm-dram", SECONDS, partial(_warm, fixed=size, tier="dram"), runs=11),
         Case("warm-disk", SECONDS, partial(_warm, fixed=size, tier="disk"), runs=11),
         Case("cold", SECONDS, partial(_cold, fixed=size), runs=5, quick_runs=5, warmups=0),
-        Case("warm-against-cold", SECONDS, partial(_warm_against_cold, fixed=size), runs=5, quick_runs=3, warmups=0),
+        Case("warm-against-cold", SECONDS, partial(_warm_against_cold, fixed=size), runs=3, quick_runs=3, warmups=0),
     )
 
 
