@@ -17,7 +17,7 @@ class Row:
     question: str
     answer: str
     ttft_s: float
-    ttft_without_s: float  # of the same model without kvtide, everything computed
+    ttft_without_s: float  # cold, without kvtide; measured once, with the first question
     prompt_tokens: int
     tokens_reused: int
     tier: str

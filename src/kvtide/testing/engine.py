@@ -4,50 +4,38 @@
 from __future__ import annotations
 
 import http.client
-import os
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Self
+
+from kvtide.testing.process import Served
 
 _START_S = 180.0  # torch and a model, on two busy cores
 
 
-class ServedEngine:
+class ServedEngine(Served):
     """`kvtide engine` on a free port. Start it, kill it, start it again."""
 
     def __init__(self, log: Path, model: str, *flags: str) -> None:
-        self.log = log
+        super().__init__(log)
         self.port = 0
         self._command = [sys.executable, "-m", "kvtide", "engine", "--model", model, *flags]
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self, while_waiting: Callable[[], None] = lambda: None) -> ServedEngine:
+    def start(self) -> Self:
         """Start, and return when it is ready to answer."""
-        assert self.process is None
         self.port = free_port()
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIDE_")}
-        with self.log.open("ab") as log:
-            command = [*self._command, "--port", str(self.port)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        process = self.launch([*self._command, "--port", str(self.port)])
         end_s = time.monotonic() + _START_S
         while not self._is_ready():
-            if self.process.poll() is not None or time.monotonic() > end_s:
+            if process.poll() is not None or time.monotonic() > end_s:
                 self.kill()
                 raise AssertionError(f"the engine did not start:\n{self.log.read_text()[-4000:]}")
-            while_waiting()
             time.sleep(0.05)
         return self
 
@@ -60,27 +48,6 @@ class ServedEngine:
             return False
         finally:
             connection.close()
-
-    def kill(self) -> None:
-        """As a crash does."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-    def stop(self, timeout_s: float = 60.0) -> int:
-        """As an operator does. Returns the exit code."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(timeout_s)
-        self.process = None
-        return code
-
-    def __enter__(self) -> ServedEngine:
-        return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.kill()
 
 
 def free_port() -> int:
